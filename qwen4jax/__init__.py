@@ -1,0 +1,1 @@
+"""Qwen3.8-Flash-Next (`qwen4_exp`) in JAX."""

@@ -1,0 +1,177 @@
+"""Weights kept as on disk: NVFP4, block-scaled FP8, and an FP8 table with one scale.
+
+Each form is a pytree that stands where a plain array would; `take` and `dequantize` read either.
+Formats: NVIDIA modelopt's NVFP4 (groups of 16 along the input), DeepSeek-style FP8 (128 x 128
+blocks), and the n-gram table of the released checkpoints (one scale for the whole table).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+NVFP4_GROUP = 16
+FP8_BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nvfp4:
+    """Matrices `[..., O, I]` as packed E2M1 with e4m3 group scales and a float32 scale.
+
+    `w[..., o, i] = e2m1(code) * weight_scale[..., o, i // 16] * weight_scale_2[...]`
+
+    Attributes:
+        weight: uint8 [..., O, I/2]; the even column in the low nibble.
+        weight_scale: float8_e4m3fn [..., O, I/16].
+        weight_scale_2: float32 [...].
+        input_scale: float32 [...], or None for a weight-only checkpoint. Only arithmetic with
+            4-bit activations needs it; it is kept so that a checkpoint can be written back.
+    """
+
+    weight: Any
+    weight_scale: Any
+    weight_scale_2: Any
+    input_scale: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices that are stood for."""
+        return (*self.weight.shape[:-1], self.weight.shape[-1] * 2)
+
+    def dequantize(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        """The matrices [..., O, I]; exact in float32 before the last scale, then rounded."""
+        low = _e2m1(self.weight & 0xF)
+        high = _e2m1(self.weight >> 4)
+        codes = jnp.stack([low, high], axis=-1).reshape(self.shape)
+        scale = jnp.repeat(self.weight_scale.astype(jnp.float32), NVFP4_GROUP, axis=-1)
+        return (codes * scale * self.weight_scale_2[..., None, None]).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockFp8:
+    """Matrices `[..., O, I]` in e4m3 with one scale per 128 x 128 block; edge blocks are partial.
+
+    `w[..., o, i] = weight[..., o, i] * weight_scale_inv[..., o // 128, i // 128]`
+
+    Attributes:
+        weight: float8_e4m3fn [..., O, I].
+        weight_scale_inv: bfloat16 or float32 [..., ceil(O/128), ceil(I/128)].
+    """
+
+    weight: Any
+    weight_scale_inv: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices that are stood for."""
+        return tuple(self.weight.shape)
+
+    def dequantize(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        """The matrices [..., O, I], products in float32, then rounded to `dtype`."""
+        rows, columns = self.shape[-2:]
+        scale = self.weight_scale_inv.astype(jnp.float32)
+        scale = jnp.repeat(scale, FP8_BLOCK, axis=-2)[..., :rows, :]
+        scale = jnp.repeat(scale, FP8_BLOCK, axis=-1)[..., :columns]
+        return (self.weight.astype(jnp.float32) * scale).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledTable:
+    """An embedding table [rows, width] in e4m3 with one scale.
+
+    A row's value is `bf16(weight) * bf16(weight_scale)` rounded to bfloat16, as public engines
+    read it, whatever dtype it is then used in.
+
+    Attributes:
+        weight: float8_e4m3fn [rows, width].
+        weight_scale: bfloat16 [].
+    """
+
+    weight: Any
+    weight_scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the table that is stood for."""
+        return tuple(self.weight.shape)
+
+    def dequantize(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        """The whole table (or what was taken of it), rounded to bfloat16 and then cast."""
+        scale = self.weight_scale.astype(jnp.bfloat16).astype(jnp.float32)
+        # a float32 product of two bfloat16 values is exact, so this rounds once
+        value = self.weight.astype(jnp.float32) * scale
+        # the barrier keeps XLA from folding bf16 -> wider casts into one wider product
+        return jax.lax.reduce_precision(value, 8, 7).astype(dtype)
+
+
+Quantized = Nvfp4 | BlockFp8 | ScaledTable
+
+
+def take(w: Any, ids: jax.Array) -> Any:
+    """`w[ids]` along the first axis, in stored form; ids must be in range."""
+    if isinstance(w, ScaledTable):
+        return ScaledTable(w.weight[ids], w.weight_scale)
+    return jax.tree.map(lambda leaf: leaf[ids], w)
+
+
+def dequantize(w: Any, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """The plain array that `w` stands for, in `dtype`."""
+    return w.dequantize(dtype) if isinstance(w, Quantized) else w.astype(dtype)
+
+
+def stored_form(
+    form: str, shape: tuple[int, ...], dtype: str
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Component name -> (shape, dtype) of matrices or a table of `shape` stored in `form`.
+
+    Args:
+        form: `bf16` (a plain array of `dtype`, the component's name is empty), `fp8`, `nvfp4` or
+            `fp8_table`.
+        shape: of the values stood for.
+        dtype: of plain arrays.
+
+    Raises:
+        ValueError: the form does not fit the shape.
+    """
+    *batch, rows, columns = shape
+    lead = tuple(batch)
+    if form == "bf16":
+        return {"": (shape, dtype)}
+    if form == "fp8_table":
+        return {"weight": (shape, "float8_e4m3fn"), "weight_scale": ((), "bfloat16")}
+    if form == "fp8":
+        blocks = (math.ceil(rows / FP8_BLOCK), math.ceil(columns / FP8_BLOCK))
+        return {
+            "weight": (shape, "float8_e4m3fn"),
+            "weight_scale_inv": ((*lead, *blocks), "bfloat16"),
+        }
+    if form == "nvfp4":
+        if columns % NVFP4_GROUP:
+            raise ValueError(f"NVFP4 needs inputs in groups of {NVFP4_GROUP}, found {columns}")
+        return {
+            "weight": ((*lead, rows, columns // 2), "uint8"),
+            "weight_scale": ((*lead, rows, columns // NVFP4_GROUP), "float8_e4m3fn"),
+            "weight_scale_2": (lead, "float32"),
+            "input_scale": (lead, "float32"),
+        }
+    raise ValueError(f"{form!r} is no stored form")
+
+
+FORMS: dict[str, type] = {"fp8": BlockFp8, "nvfp4": Nvfp4, "fp8_table": ScaledTable}
+
+
+def _e2m1(code: jax.Array) -> jax.Array:
+    """Values of 4-bit codes (sign, two exponent bits, one mantissa bit), float32.
+
+    By arithmetic: a table look-up or a cast to `float4_e2m1fn` keeps XLA from fusing the decoding
+    into the product that reads it.
+    """
+    code = code.astype(jnp.int32)
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+    return jnp.where(code >= 8, -halves, halves).astype(jnp.float32) * 0.5
