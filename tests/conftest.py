@@ -1,0 +1,57 @@
+"""What holds for every test: the device, run-time shape checks, property tests without chance."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import jaxtyping
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+# Params, state and quantised arrays stay out: their annotations are declarations that a tree
+# transformation may fill with anything (a sharding, a ShapeDtypeStruct, None).
+SHAPE_CHECKED = ("qwen4jax.pallas", "qwen4jax.layers", "qwen4jax.model", "qwen4jax.decode")
+
+# before any test module imports the package
+jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")
+
+# The same examples in every run, and no deadline: the first example of a test compiles.
+hypothesis.settings.register_profile(
+    "qwen4jax", derandomize=True, max_examples=20, deadline=None, database=None
+)
+hypothesis.settings.load_profile("qwen4jax")
+
+
+def pytest_addoption(parser: pytest.Parser):
+    parser.addoption("--gpu", action="store_true", help="let JAX use the GPU, for tests/gpu")
+
+
+def pytest_configure(config: pytest.Config):
+    if not config.getoption("--gpu"):
+        # JAX reads it when it is imported, which only test modules do
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def pytest_itemcollected(item: pytest.Item):
+    if item.path.is_relative_to(GPU_TESTS):
+        item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item):
+    for marker in item.iter_markers("gpu"):
+        if missing := _missing_gpu(item.config, *marker.args):
+            pytest.skip(missing)
+
+
+def _missing_gpu(config: pytest.Config, kind: str = "") -> str | None:
+    """What keeps a test that needs an NVIDIA GPU of this kind from running here, if anything."""
+    wanted = f"needs an NVIDIA GPU ({kind})" if kind else "needs an NVIDIA GPU"
+    if not config.getoption("--gpu"):
+        return f"{wanted}: not asked for with --gpu"
+    import jax  # here, so that collecting tests does not wait for it
+
+    found = jax.devices()[0]
+    if found.platform != "gpu" or kind not in found.device_kind:
+        return f"{wanted}: JAX found {found.device_kind}"
+    return None
