@@ -1,0 +1,1 @@
+"""The operations: one folder each, with a contract, a reference in plain `jnp`, and kernels."""

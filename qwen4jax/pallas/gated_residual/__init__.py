@@ -1,0 +1,54 @@
+"""The gated residual: what a sublayer reads of the streams, and how its output goes back."""
+
+from jaxtyping import Array, Float
+
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.gated_residual import reference
+
+MIX = {"reference": reference.mix}
+UPDATE = {"reference": reference.update}
+
+
+def mix(
+    streams: Float[Array, "B T R D"],
+    norm: Float[Array, " RD"],
+    down: Float[Array, "L RD"],
+    up: Float[Array, "RD L"],
+    inject: Float[Array, "R RD"] | None,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"] | None, Float[Array, "B T R D"]]:
+    """The input of a sublayer and the weights with which its output is injected.
+
+    `n` is the RMS norm of each stream for itself with gain `1 + norm`;
+    `gates = sigmoid(up @ silu(down @ n / R))`; the input is the mean over streams of `gates * n`;
+    the weights are `2 * sigmoid(inject @ n / R)`, all from the flattened `n`.
+
+    Args:
+        streams: residual streams, stream-major.
+        norm: gain minus one, of all streams.
+        down, up: low-rank projections.
+        inject: projection to the injection weights; None for the final mixer.
+        eps: of the norm.
+        implementation: see `MIX`; by default the fastest.
+
+    Returns:
+        The input in the streams' dtype, the injection weights in float32 (None without `inject`),
+        and the gates in float32.
+
+    Source: spec section 4; `Qwen4ExpTextGatedResidual` of transformers 5.17.
+    """
+    run = registry.choose("gated_residual.mix", implementation, MIX)
+    return run(streams, norm, down, up, inject, eps=eps)
+
+
+def update(
+    streams: Float[Array, "B T R D"],
+    inject: Float[Array, "B T R"],
+    y: Float[Array, "B T D"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T R D"]:
+    """`streams + inject * y`, the same `y` for every stream, rounded once to the streams' dtype."""
+    return registry.choose("gated_residual.update", implementation, UPDATE)(streams, inject, y)

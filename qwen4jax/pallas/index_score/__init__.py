@@ -1,0 +1,34 @@
+"""Scores of compressed key blocks for the sparse attention's selection."""
+
+from jaxtyping import Array, Float, Int
+
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.index_score import reference
+
+IMPLEMENTATIONS = {"reference": reference.index_score}
+
+
+def index_score(
+    query: Float[Array, "B T H C"],
+    index_key: Float[Array, "P Q C"],
+    page_table: Int[Array, "B M"],
+    complete: Int[Array, "B T"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T N"]:
+    """`sum_h relu(query_h . key_b) / sqrt(C)` for every block `b` of the row's pages.
+
+    Args:
+        query: normed and rotated index queries.
+        index_key: compressed keys in pages of `Q` blocks.
+        page_table: pages of each row in order, -1 where there is none.
+        complete: complete blocks each query sees; later blocks score -inf whatever they hold.
+        implementation: see `IMPLEMENTATIONS`; by default the fastest.
+
+    Returns:
+        float32 scores, `N = M * Q` in block order.
+
+    Source: spec section 7.2.
+    """
+    run = registry.choose("index_score", implementation, IMPLEMENTATIONS)
+    return run(query, index_key, page_table, complete)

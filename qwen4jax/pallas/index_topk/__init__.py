@@ -1,0 +1,32 @@
+"""Selection of the tokens a query attends to: the best blocks and the open block's tail."""
+
+from jaxtyping import Array, Float, Int
+
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.index_topk import reference
+
+IMPLEMENTATIONS = {"reference": reference.index_topk}
+
+
+def index_topk(
+    scores: Float[Array, "B T N"],
+    index: Int[Array, "B T"],
+    *,
+    blocks: int,
+    ratio: int,
+    implementation: str | None = None,
+) -> Int[Array, "B T M"]:
+    """Indices of the selected tokens, `M = blocks * ratio + ratio - 1`, -1 where there is none.
+
+    The `blocks` highest of the complete blocks, ties to the lower block (-0 and +0 tie), each
+    expanded to its `ratio` tokens; then the `(index + 1) % ratio` tokens of the open block.
+
+    Args:
+        scores: float32, -inf beyond each query's complete blocks.
+        index: index of each query's token, -1 where there is none: it selects nothing.
+        blocks: most blocks selected.
+        ratio: tokens in a block.
+        implementation: see `IMPLEMENTATIONS`; by default the fastest.
+    """
+    run = registry.choose("index_topk", implementation, IMPLEMENTATIONS)
+    return run(scores, index, blocks=blocks, ratio=ratio)

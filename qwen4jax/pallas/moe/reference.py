@@ -1,0 +1,59 @@
+"""Routed experts in plain `jnp`."""
+
+import jax
+import jax.numpy as jnp
+
+from qwen4jax import quant
+from qwen4jax.numerics import EXACT
+
+
+def route(logits, k, *, renormalize):
+    """See `qwen4jax.pallas.moe.route`."""
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, ids = jax.lax.top_k(probabilities, k)
+    if renormalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return ids, weights
+
+
+def experts(x, ids, weights, gate_up, down):
+    """See `qwen4jax.pallas.moe.experts`.
+
+    Few tokens read the weights of their own experts only; many tokens pass all experts one after
+    the other, which costs more arithmetic but never holds more than one expert dequantised.
+    """
+    count = gate_up.shape[0]
+    run = _chosen_experts if ids.size <= count else _every_expert
+    return run(x, ids, weights, gate_up, down)
+
+
+def _chosen_experts(x, ids, weights, gate_up, down):
+    # multiply and reduce, not a dot: XLA then fuses the gather and the decoding into the product
+    w1 = quant.dequantize(quant.take(gate_up, ids))  # [T, k, 2, I, D]
+    h = jnp.sum(x.astype(jnp.float32)[:, None, None, None, :] * w1, axis=-1)
+    h = _activate(h).astype(x.dtype).astype(jnp.float32)  # [T, k, I]
+    w2 = quant.dequantize(quant.take(down, ids))  # [T, k, D, I]
+    y = jnp.sum(h[:, :, None, :] * w2, axis=-1)
+    return jnp.sum(y * weights[..., None], axis=1)
+
+
+def _every_expert(x, ids, weights, gate_up, down):
+    def add(total, e):
+        w1 = quant.dequantize(quant.take(gate_up, e), x.dtype)
+        w2 = quant.dequantize(quant.take(down, e), x.dtype)
+        h = _activate(_dot("td,gid->tgi", x, w1)).astype(x.dtype)
+        weight = jnp.sum(jnp.where(ids == e, weights, 0.0), axis=-1)
+        return total + weight[:, None] * _dot("ti,di->td", h, w2), None
+
+    start = jnp.zeros(x.shape, jnp.float32)
+    return jax.lax.scan(add, start, jnp.arange(gate_up.shape[0]))[0]
+
+
+def _activate(h):
+    """SwiGLU of [..., 2, I] (gate, up)."""
+    return jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+
+
+def _dot(equation, x, w):
+    precision = EXACT if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, w, preferred_element_type=jnp.float32, precision=precision)

@@ -1,0 +1,14 @@
+"""The dense projection in plain `jnp`."""
+
+import jax.numpy as jnp
+
+from qwen4jax.numerics import EXACT
+
+
+def skinny_matmul(x, w, bias, *, out_dtype):
+    """See `qwen4jax.pallas.skinny_matmul`."""
+    precision = EXACT if x.dtype == jnp.float32 else None
+    y = jnp.einsum("...i,oi->...o", x, w, preferred_element_type=jnp.float32, precision=precision)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(out_dtype)

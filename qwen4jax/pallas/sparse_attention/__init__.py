@@ -1,0 +1,35 @@
+"""Attention of each query to its own selected tokens, read from the paged cache."""
+
+from jaxtyping import Array, Float, Int
+
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.sparse_attention import reference
+
+IMPLEMENTATIONS = {"reference": reference.sparse_attention}
+
+
+def sparse_attention(
+    query: Float[Array, "B T H C"],
+    gate: Float[Array, "B T H C"],
+    key: Float[Array, "P S K C"],
+    value: Float[Array, "P S K C"],
+    slots: Int[Array, "B T M"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T HC"]:
+    """Softmax attention over the tokens in `slots`, times `sigmoid(gate)`.
+
+    Args:
+        query: normed and rotated queries; head `h` reads kv head `h // (H // K)`.
+        gate: output gates, before the sigmoid.
+        key: rotated keys in pages of `S` tokens, bfloat16, float32 or e4m3 (converted exactly).
+        value: likewise.
+        slots: places `page * S + place` of the selected tokens, negative where there is none.
+            A query that selects nothing gets zeros.
+        implementation: see `IMPLEMENTATIONS`; by default the fastest.
+
+    Returns:
+        Heads side by side in `query.dtype`; scores, softmax and sums in float32, scale `1/sqrt(C)`.
+    """
+    run = registry.choose("sparse_attention", implementation, IMPLEMENTATIONS)
+    return run(query, gate, key, value, slots)
