@@ -29,6 +29,8 @@ class Span:
         block: blocks that may end in the span.
         block_slot: place of each such block in the pages; past their end where it does not end.
         block_cos, block_sin: rotary table of each block's first token, float32.
+        page_table: pages of each row.
+        page_table: pages of each row.
     """
 
     start: Int[Array, " B"]
@@ -44,6 +46,7 @@ class Span:
     block_slot: Int[Array, "B N"]
     block_cos: Float[Array, "B N F"]
     block_sin: Float[Array, "B N F"]
+    page_table: Int[Array, "B P"]
 
     @property
     def valid(self) -> Bool[Array, "B T"]:
@@ -87,8 +90,8 @@ def make_span(
     block_positions = member_rows(state.rope_ring, rope_positions, start, first)
     block_cos, block_sin = rope_table(config, block_positions)
 
-    slots = _physical(state.page_table, index, page_size)
-    block_slots = _physical(state.page_table, block, page_size // ratio)
+    slots = physical(state.page_table, index, page_size)
+    block_slots = physical(state.page_table, block, page_size // ratio)
     pages = _page_count(state)
     return Span(
         start=start,
@@ -106,6 +109,7 @@ def make_span(
         ),
         block_cos=block_cos,
         block_sin=block_sin,
+        page_table=state.page_table,
     )
 
 
@@ -148,17 +152,22 @@ def rope_table(
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def physical_slots(state: DecodeState, index: Int[Array, "B *M"]) -> Int[Array, "B *M"]:
-    """Places in the pages of tokens `index`; negative where the token has none."""
+def physical(
+    page_table: Int[Array, "B P"], index: Int[Array, "B *M"], per_page: int
+) -> Int[Array, "B *M"]:
+    """Places in the pages of tokens (or blocks) `index`, negative where there is none.
+
+    Args:
+        page_table: pages of each row in order, -1 where none is assigned.
+        index: numbers within the row; negative ones have no place.
+        per_page: tokens (or blocks) in a page.
+    """
     flat = index.reshape(index.shape[0], -1)
-    return _physical(state.page_table, flat, state.page_size).reshape(index.shape)
-
-
-def _physical(table: Int[Array, "B P"], index: Int[Array, "B M"], per_page: int) -> Array:
-    page = index // per_page
-    inside = (index >= 0) & (page < table.shape[1])
-    assigned = jnp.take_along_axis(table, jnp.clip(page, 0, table.shape[1] - 1), axis=1)
-    return jnp.where(inside & (assigned >= 0), assigned * per_page + index % per_page, -1)
+    page = flat // per_page
+    inside = (flat >= 0) & (page < page_table.shape[1])
+    assigned = jnp.take_along_axis(page_table, jnp.clip(page, 0, page_table.shape[1] - 1), axis=1)
+    place = jnp.where(inside & (assigned >= 0), assigned * per_page + flat % per_page, -1)
+    return place.reshape(index.shape)
 
 
 def _page_count(state: DecodeState) -> int:

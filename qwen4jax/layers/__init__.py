@@ -1,0 +1,1 @@
+"""The blocks of the model: each composes operations of `qwen4jax.pallas`."""

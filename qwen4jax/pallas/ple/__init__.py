@@ -1,0 +1,88 @@
+"""The n-gram embedding: hash and gather, then its gate and dilated convolution."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from qwen4jax.ngram import NgramHash
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.ple import reference
+
+ROWS = {"reference": reference.ngram_rows}
+GATHER = {"reference": reference.gather}
+MIX = {"reference": reference.mix}
+
+
+def ngram_rows(
+    ids: Int[Array, "B L"], hash: NgramHash, *, eos: int, implementation: str | None = None
+) -> Int[Array, "B T heads"]:
+    """Table rows of each token's n-grams.
+
+    An n-gram does not reach past an end-of-sequence id: with `eos` at some place before the
+    token, that place and all before it count as `eos`. The token itself may be `eos`.
+
+    Args:
+        ids: history and tokens, `L = ngram_size - 1 + T`; ids in [0, vocab).
+        hash: constants of the layer.
+        eos: the id that ends a document and stands where there is no history.
+        implementation: see `ROWS`; by default the fastest.
+
+    Source: spec section 5; `Qwen4ExpTextNGramEmbedding` of transformers 5.17.
+    """
+    return registry.choose("ple.ngram_rows", implementation, ROWS)(ids, hash, eos=eos)
+
+
+def gather(
+    table: Any, rows: Int[Array, "B T heads"], dtype: Any, *, implementation: str | None = None
+) -> Float[Array, "B T E"]:
+    """Rows of the table side by side, `E = heads * width`, in `dtype`.
+
+    Args:
+        table: [rows, width], an array or a `quant.ScaledTable`.
+        rows: row numbers, in range.
+        dtype: of the result.
+        implementation: see `GATHER`; by default the fastest.
+    """
+    return registry.choose("ple.gather", implementation, GATHER)(table, rows, dtype)
+
+
+def mix(
+    key: Float[Array, "B T R D"],
+    value: Float[Array, "B T D"],
+    streams: Float[Array, "B T R D"],
+    norm_key: Float[Array, " RD"],
+    norm_query: Float[Array, " RD"],
+    norm_conv: Float[Array, " RD"],
+    conv1d: Float[Array, "RD J"],
+    history: Float[Array, "B W RD"],
+    *,
+    dilation: int,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T R D"], Float[Array, "B L RD"]]:
+    """`u + silu(conv(norm(u)))` with `u = sigmoid(signed_sqrt(k . q / sqrt(D))) * value`.
+
+    `k` and `q` are the keys and the streams, each stream normed for itself;
+    `signed_sqrt(s) = sign(s) sqrt(max(|s|, 1e-6))`. The convolution is causal and depthwise with
+    `dilation`, oldest tap first.
+
+    Args:
+        key: projected embedding, one key per stream.
+        value: projected embedding, shared by the streams.
+        streams: residual streams.
+        norm_key, norm_query, norm_conv: gains minus one.
+        conv1d: taps.
+        history: the last `W = (J - 1) * dilation` inputs of the convolution.
+        dilation: between taps.
+        eps: of the norms.
+        implementation: see `MIX`; by default the fastest.
+
+    Returns:
+        What is added to the streams, and the convolution's inputs with their history,
+        `L = W + T`.
+    """
+    run = registry.choose("ple.mix", implementation, MIX)
+    return run(
+        key, value, streams, norm_key, norm_query, norm_conv, conv1d, history,
+        dilation=dilation, eps=eps,
+    )  # fmt: skip
