@@ -5,6 +5,7 @@ shape, byte range) and the tensors, which must fill the rest without holes or ov
 Format: https://github.com/huggingface/safetensors#format
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -180,8 +181,7 @@ def _parse_header(raw: bytes, start: int, size: int) -> tuple[dict[str, Entry], 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        repeated = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {repeated!r} stands there twice")
     return values
 

@@ -1,0 +1,263 @@
+"""Loading a Hugging Face checkpoint directory into the parameter tree.
+
+Quantised tensors stay in their stored form. Everything is checked before anything is allocated;
+then one leaf after the other is copied out of the mapped files, to a GPU in parts if it is large.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from qwen4jax.params import Params, Tensor, tensors
+from qwen4jax.weights.checkpoint import survey
+from qwen4jax.weights.names import leaves
+from qwen4jax.weights.reader import Reader
+
+Progress = Callable[[int, int], None]
+
+# the largest part that is staged at once: larger ones load no faster
+_LARGEST_PART = 1 << 30
+# XLA's CPU client takes a NumPy array as it is, without a copy, if it is aligned to this
+_ALIGNMENT = 64
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", start=1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        path: the directory.
+        tensors_read: tensors of the files that went into the parameters or were compared.
+        bytes_read: bytes read from the files.
+        vision_tensors_skipped: tensors of the vision tower, which is not part of the model.
+        vision_bytes_skipped: their bytes.
+        converted: stored dtype -> tensors cast to the dtype in memory.
+        parameter_bytes: bytes of the loaded parameters.
+        staging_bytes: the most host memory in use at a time besides resident parameters.
+        notes: what differs from the configuration, as an absent draft head.
+        seconds: how long it took.
+    """
+
+    path: Path
+    tensors_read: int
+    bytes_read: int
+    vision_tensors_skipped: int
+    vision_bytes_skipped: int
+    converted: dict[str, int]
+    parameter_bytes: int
+    staging_bytes: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    host_budget: int | str | None = None,
+    progress: Progress | bool | None = None,
+) -> Params:
+    """Loads a Hugging Face checkpoint directory onto the default device.
+
+    Args:
+        path: directory with `config.json` and safetensors files.
+        dtype: `bfloat16` or `float32` for plain tensors; None keeps what `config.json` states
+            (float16 is held as float32). Quantised tensors never change.
+        host_budget: host memory the loader may use, in bytes or as `"24GiB"`. It bounds what is
+            staged on the way to an accelerator; on the CPU backend the parameters count as well.
+        progress: called with (bytes read, bytes in all); True shows a bar, False shows none, None
+            shows one if standard error is a terminal.
+
+    Returns:
+        The parameters; `params.config` says what was found: dtype, stored forms, draft head.
+
+    Raises:
+        CheckpointError: the files do not hold the model; one message lists everything.
+        ConfigError: `config.json` names no model that this package can run.
+        MemoryError: `host_budget` is too small; the message shows the arithmetic.
+        ValueError: an argument is none of those described.
+    """
+    return load_and_report(path, dtype=dtype, host_budget=host_budget, progress=progress)[0]
+
+
+def load_and_report(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    host_budget: int | str | None = None,
+    progress: Progress | bool | None = None,
+) -> tuple[Params, LoadReport]:
+    """As `load`, with an account of what was read."""
+    began = time.monotonic()
+    if dtype is not None:
+        dtype = np.dtype(dtype).name
+        if dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype: {dtype!r} is not 'bfloat16' or 'float32'")
+    budget = _bytes(host_budget)
+    found = survey(path, dtype=dtype)
+    found.require()
+    found.check_values()
+    device = next(iter(jnp.zeros(()).devices()))
+    stage = _Stage(found.declared, budget, resident=device.platform == "cpu")
+    if not found.config.mtp_num_hidden_layers and found.notes:
+        warnings.warn(f"{path}: {'; '.join(found.notes)}", stacklevel=3)
+
+    reader = Reader(found)
+    entries = found.directory.entries
+    skipped_bytes = sum(entries[name].nbytes for name in found.skipped)
+    total = sum(entry.nbytes for entry in entries.values()) - skipped_bytes
+    with _Meter(progress, total) as meter:
+        meter.advance(sum(entries[name].nbytes for name in reader.read))
+        arrays = [
+            stage.transfer(reader, where, leaf, meter) for where, leaf in leaves(found.declared)
+        ]
+    reader.require_nothing_unread()
+    report = LoadReport(
+        path=Path(path),
+        tensors_read=len(reader.read),
+        bytes_read=meter.done,
+        vision_tensors_skipped=len(found.skipped),
+        vision_bytes_skipped=skipped_bytes,
+        converted=dict(reader.converted),
+        parameter_bytes=sum(array.nbytes for array in arrays),
+        staging_bytes=stage.peak,
+        notes=found.notes,
+        seconds=time.monotonic() - began,
+    )
+    return jax.tree.structure(found.declared).unflatten(arrays), report
+
+
+class _Meter:
+    """Counts bytes and shows them."""
+
+    def __init__(self, progress: Progress | bool | None, total: int):
+        self.total = total
+        self.done = 0
+        self.call = progress if callable(progress) else None
+        shown = sys.stderr.isatty() if progress is None else progress is True
+        self.bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=not shown)
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.bar.update(count)
+        if self.call:
+            self.call(self.done, self.total)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: Any):
+        self.bar.close()
+
+
+class _Stage:
+    """The host memory between the files and the device, kept within the budget.
+
+    Attributes:
+        resident: whether host memory is where parameters live: then nothing is staged, each leaf
+            is filled in place.
+        largest: bytes of the largest part of a leaf on its way to a device.
+        peak: the most bytes in use so far.
+    """
+
+    def __init__(self, declared: Params, budget: int | None, *, resident: bool):
+        self.resident = resident
+        self.peak = 0
+        sizes = tensors(declared)
+        # besides the part itself the runtime holds a copy while it is on its way
+        self.largest = _LARGEST_PART if budget is None else min(_LARGEST_PART, budget // 2)
+        if budget is None:
+            return
+        if resident:
+            total = sum(t.nbytes for t in sizes)
+            if total > budget:
+                raise MemoryError(
+                    f"host_budget of {budget:,} bytes: the parameters stay in host memory on the "
+                    f"CPU backend and take {total:,} bytes in {len(sizes)} arrays"
+                )
+        else:
+            widest = max(sizes, key=_row_bytes)
+            if 2 * _row_bytes(widest) > budget:
+                raise MemoryError(
+                    f"host_budget of {budget:,} bytes: staging needs 2 x {_row_bytes(widest):,} "
+                    f"bytes for one row of {list(widest.shape)} {widest.dtype} and its copy on "
+                    "the way to the device"
+                )
+
+    def transfer(self, reader: Reader, path: str, leaf: Tensor, meter: _Meter) -> jax.Array:
+        """Reads one leaf and puts it onto the device."""
+        rows = leaf.shape[0] if leaf.shape else 1
+        step = max(1, min(rows, self.largest // max(1, _row_bytes(leaf))))
+        if self.resident or step == rows:
+            return jax.device_put(
+                self._part(reader, path, leaf, 0, rows, meter)
+            ).block_until_ready()
+        bits = np.dtype(f"uint{8 * jnp.dtype(leaf.dtype).itemsize}")
+        whole = jnp.zeros(leaf.shape, bits)
+        for first in range(0, rows, step):
+            part = self._part(reader, path, leaf, first, min(step, rows - first), meter)
+            whole = _put_rows(whole, part.view(bits), np.int32(first)).block_until_ready()
+        return _reinterpret(whole, leaf.dtype)
+
+    def _part(
+        self, reader: Reader, path: str, leaf: Tensor, first: int, count: int, meter: _Meter
+    ) -> np.ndarray:
+        shape = (count, *leaf.shape[1:]) if leaf.shape else ()
+        part = _aligned(shape, jnp.dtype(leaf.dtype))
+        if not self.resident:
+            self.peak = max(self.peak, 2 * part.nbytes)
+        meter.advance(reader.fill(part, path, leaf, first))
+        return part
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_rows(whole: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+def _reinterpret(whole: jax.Array, dtype: str) -> jax.Array:
+    return jax.lax.bitcast_convert_type(whole, jnp.dtype(dtype))
+
+
+def _row_bytes(leaf: Tensor) -> int:
+    return math.prod(leaf.shape[1:]) * jnp.dtype(leaf.dtype).itemsize
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _bytes(budget: int | str | None) -> int | None:
+    """`budget` in bytes.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", budget.upper())
+        if not match or match.group(2) not in _UNITS:
+            raise ValueError(f"host_budget: {budget!r} is no size; write 24GiB or 24GB")
+        budget = int(float(match.group(1)) * _UNITS[match.group(2)])
+    if isinstance(budget, bool) or budget <= 0:
+        raise ValueError(f"host_budget: {budget!r} is not a positive number of bytes")
+    return budget
