@@ -1,0 +1,1 @@
+"""Decoding: prefill, the speculative round, sampling, stopping, text."""

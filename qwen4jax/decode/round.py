@@ -1,0 +1,242 @@
+"""The speculative decode round: verify, accept, commit, draft; one program for all slots.
+
+With `L` live tokens and a pending token `t` (sampled, not fed), a slot holds drafts `d1..dN`.
+
+    verify  the main model runs `t, d1..dN` at places `L..L+N`; row `j` chooses the token at L+j+1
+    accept  drafts while they equal what the row before chose; the next choice is the bonus token
+    commit  `t` and the accepted drafts become live, every state with them; the rest is as if it
+            had never been
+    extend  the draft head runs its rows of the new tokens on the main model's residuals
+    chain   N-1 more rows of the draft head, each on the residual of the one before
+
+Because each row samples with the key of its position and a draft is accepted while it equals the
+sample, a request's tokens do not depend on its drafts at all: not on N, on index sharing, or on
+the draft head's weights. For a deterministic draft this accepts with the target's probability of
+the draft, and the output has exactly the target's distribution.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from qwen4jax.decode.sampling import Controls, accept, count_tokens, sample
+from qwen4jax.decode.stopping import cut
+from qwen4jax.layers.attention import FrozenSelection
+from qwen4jax.layers.mtp import DraftRows
+from qwen4jax.model import commit, draft_step, head, read_out, step
+from qwen4jax.params import Params
+from qwen4jax.state import DecodeState, put_slots, take_slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Burst:
+    """What a round gives each slot.
+
+    Attributes:
+        tokens: new tokens, the first `count` of them.
+        count: tokens given, 0 for a slot that is not active.
+        accepted: drafts accepted, before any stop.
+        logprobs: of the tokens under the model's own distribution, float32.
+        finished: the slot ended with this burst.
+        reason: why, a `FinishReason`.
+        finite: the row's logits were finite; a slot whose logits were not is finished.
+    """
+
+    tokens: Int[Array, "S T"]
+    count: Int[Array, " S"]
+    accepted: Int[Array, " S"]
+    logprobs: Float[Array, "S T"]
+    finished: Bool[Array, " S"]
+    reason: Int[Array, " S"]
+    finite: Bool[Array, " S"]
+
+
+def speculative_round(
+    params: Params,
+    state: DecodeState,
+    controls: Controls,
+    active: Bool[Array, " S"],
+    accepted: Int[Array, " S"] | None = None,
+) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
+    """One round of every active slot; the number of drafts is the state's.
+
+    Slots that are not active keep every state. Near the end of a slot's pages fewer rows run.
+
+    Args:
+        params: of the model; `config.ablation.index_share` says how later draft steps select.
+        state: a pending token in every active slot.
+        controls: sampling and stopping of each slot.
+        active: slots that run.
+        accepted: number of drafts to accept whatever was sampled, for benchmarks.
+
+    Returns:
+        The state, the controls with the new tokens counted, the slots still active, the burst.
+    """
+    drafts = state.drafts.shape[1]
+    length = state.length
+    fed = jnp.concatenate([state.token[:, None], state.drafts], axis=1)
+    count = jnp.where(active, jnp.minimum(drafts + 1, state.capacity - length), 0)
+    with jax.named_scope("verify"):
+        state, pending = step(params, state, fed, count, final=False)
+        logits = head(params, read_out(params, pending.residual))
+    with jax.named_scope("accept"):
+        positions = length[:, None] + 1 + jnp.arange(drafts + 1)
+        sampled = sample(logits, fed, positions, controls)
+        tokens, matched = sampled.ids, accept(sampled.ids, state.drafts)
+        if accepted is not None:
+            matched = accepted
+            kept = jnp.arange(drafts + 1) < accepted[:, None]
+            tokens = jnp.where(kept, jnp.pad(state.drafts, ((0, 0), (0, 1))), tokens)
+        matched = jnp.minimum(matched, jnp.maximum(count - 1, 0))
+        given = jnp.where(active, matched + 1, 0)
+        end = cut(tokens, given, length + 1, controls)
+        rows = jnp.arange(drafts + 1) < end.n[:, None]
+        finite = jnp.all(sampled.finite | ~rows, axis=1)
+        controls = count_tokens(controls, tokens, end.n)
+    state = commit(state, pending, end.n)
+    finished = active & (end.finished | ~finite)
+    burst = Burst(
+        tokens=tokens,
+        count=end.n,
+        accepted=jnp.where(active, matched, 0),
+        logprobs=sampled.logprobs,
+        finished=finished,
+        reason=end.reason,
+        finite=finite,
+    )
+    state = _propose(params, state, tokens, pending.residual, length, end.n)
+    return state, controls, active & ~finished, burst
+
+
+run_round = jax.jit(speculative_round, donate_argnames=("state", "controls", "active"))
+
+
+def begin(
+    params: Params,
+    state: DecodeState,
+    controls: Controls,
+    hidden: Float[Array, "S D"],
+    ready: Bool[Array, " S"],
+) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
+    """Samples the first token after a prompt and drafts what may follow it.
+
+    Args:
+        params: of the model.
+        state: after `prefill`.
+        controls: of each slot.
+        hidden: output head's input at each slot's last token.
+        ready: slots whose prompt is complete; the others keep every state.
+
+    Returns:
+        As `speculative_round`; a burst of one token.
+    """
+    logits = head(params, hidden[:, None])
+    last = state.ngram_ids[:, -1:]
+    sampled = sample(logits, last, state.length[:, None], controls)
+    end = cut(sampled.ids, ready.astype(jnp.int32), state.length, controls)
+    finite = sampled.finite[:, 0] | ~ready
+    finished = ready & (end.finished | ~finite)
+    controls = count_tokens(controls, sampled.ids, end.n)
+    streams = state.residual.reshape(state.slots, 1, params.config.hc_count, -1)
+    state = _propose(params, state, sampled.ids, streams, state.length - 1, end.n)
+    burst = Burst(
+        tokens=sampled.ids,
+        count=end.n,
+        accepted=jnp.zeros_like(end.n),
+        logprobs=sampled.logprobs,
+        finished=finished,
+        reason=end.reason,
+        finite=finite,
+    )
+    return state, controls, ready & ~finished, burst
+
+
+@functools.partial(jax.jit, donate_argnames=("state", "controls"))
+def begin_slots(
+    params: Params,
+    state: DecodeState,
+    controls: Controls,
+    hidden: Float[Array, "B D"],
+    slots: Int[Array, " B"],
+) -> tuple[DecodeState, Controls, Burst]:
+    """`begin` for some slots; a number past the last slot is a row that is not there."""
+    rows = take_slots(state, slots)
+    row_controls = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), controls)
+    rows, row_controls, _, burst = begin(params, rows, row_controls, hidden, slots < state.slots)
+    controls = jax.tree.map(
+        lambda x, row: x.at[slots].set(row, mode="drop"), controls, row_controls
+    )
+    return put_slots(state, slots, rows), controls, burst
+
+
+def _propose(
+    params: Params,
+    state: DecodeState,
+    tokens: Int[Array, "S T"],
+    residual: Float[Array, "S T R D"],
+    start: Int[Array, " S"],
+    count: Int[Array, " S"],
+) -> DecodeState:
+    """Makes the last of `count` new tokens pending and drafts what follows it.
+
+    Args:
+        params: of the model.
+        state: with the tokens before the last live.
+        tokens: new tokens; token `j` belongs to the draft head's row `start + j`.
+        residual: main model's streams of those rows.
+        start: first of the rows.
+        count: new tokens of each slot; 0 keeps the slot's pending token and drafts.
+    """
+    drafts = state.drafts.shape[1]
+    last = jnp.maximum(count - 1, 0)[:, None]
+    running = count > 0
+    newest = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
+    state = state.replace(token=jnp.where(running, newest, state.token))
+    if not drafts:
+        return state
+    with jax.named_scope("draft_extend"):
+        state, rows = draft_step(params, state, tokens, residual, start, count)
+        row = last[..., None]
+        hidden = jnp.take_along_axis(rows.hidden, row, axis=1)
+        streams = jnp.take_along_axis(rows.residual, row[..., None], axis=1)
+        selected = jnp.take_along_axis(rows.selected, row, axis=1)[:, 0]
+        proposed = [_best(params, hidden)]
+    frozen = FrozenSelection(selected, start + count)
+    share = params.config.ablation.index_share
+    for number in range(1, drafts):
+        with jax.named_scope(f"draft_{number}"):
+            given = None
+            if share != "fresh":
+                given = frozen.at_step(number, append=share == "share")
+            state, rows = _chained(
+                params, state, proposed[-1], streams, start + count - 1 + number, running, given
+            )
+            streams = rows.residual
+            proposed.append(_best(params, rows.hidden))
+    fresh = jnp.stack(proposed, axis=1)
+    return state.replace(drafts=jnp.where(running[:, None], fresh, state.drafts))
+
+
+def _chained(
+    params: Params,
+    state: DecodeState,
+    token: Int[Array, " S"],
+    streams: Float[Array, "S 1 R D"],
+    place: Int[Array, " S"],
+    running: Bool[Array, " S"],
+    selected: Int[Array, "S 1 M"] | None,
+) -> tuple[DecodeState, DraftRows]:
+    """One row of the draft head on its own earlier residual."""
+    return draft_step(
+        params, state, token[:, None], streams, place, running.astype(jnp.int32), selected=selected
+    )
+
+
+def _best(params: Params, hidden: Float[Array, "S 1 D"]) -> Any:
+    """The likeliest token of each slot, the lowest id among equals."""
+    return jnp.argmax(head(params, hidden)[:, 0], axis=-1).astype(jnp.int32)
