@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen4jax.decode.sampling import Controls, accept, count_tokens, sample
-from qwen4jax.decode.stopping import cut
+from qwen4jax.decode.sampling import sample
+from qwen4jax.decode.stopping import Controls, accept, count_tokens, cut
 from qwen4jax.layers.attention import FrozenSelection
 from qwen4jax.layers.mtp import DraftRows
 from qwen4jax.model import commit, draft_step, head, read_out, step
@@ -41,19 +41,17 @@ class Burst:
         tokens: new tokens, the first `count` of them.
         count: tokens given, 0 for a slot that is not active.
         accepted: drafts accepted, before any stop.
-        logprobs: of the tokens under the model's own distribution, float32.
+        logprobs: of the tokens under the model's own distribution, float32; None if not asked for.
         finished: the slot ended with this burst.
-        reason: why, a `FinishReason`.
-        finite: the row's logits were finite; a slot whose logits were not is finished.
+        reason: why, a `FinishReason`; ERROR where logits were not finite.
     """
 
     tokens: Int[Array, "S T"]
     count: Int[Array, " S"]
     accepted: Int[Array, " S"]
-    logprobs: Float[Array, "S T"]
+    logprobs: Float[Array, "S T"] | None
     finished: Bool[Array, " S"]
     reason: Int[Array, " S"]
-    finite: Bool[Array, " S"]
 
 
 def speculative_round(
@@ -62,6 +60,8 @@ def speculative_round(
     controls: Controls,
     active: Bool[Array, " S"],
     accepted: Int[Array, " S"] | None = None,
+    *,
+    logprobs: bool = False,
 ) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
     """One round of every active slot; the number of drafts is the state's.
 
@@ -73,6 +73,7 @@ def speculative_round(
         controls: sampling and stopping of each slot.
         active: slots that run.
         accepted: number of drafts to accept whatever was sampled, for benchmarks.
+        logprobs: whether the burst has them; static.
 
     Returns:
         The state, the controls with the new tokens counted, the slots still active, the burst.
@@ -86,7 +87,7 @@ def speculative_round(
         logits = head(params, read_out(params, pending.residual))
     with jax.named_scope("accept"):
         positions = length[:, None] + 1 + jnp.arange(drafts + 1)
-        sampled = sample(logits, fed, positions, controls)
+        sampled = sample(logits, fed, positions, controls, logprobs=logprobs)
         tokens, matched = sampled.ids, accept(sampled.ids, state.drafts)
         if accepted is not None:
             matched = accepted
@@ -94,26 +95,20 @@ def speculative_round(
             tokens = jnp.where(kept, jnp.pad(state.drafts, ((0, 0), (0, 1))), tokens)
         matched = jnp.minimum(matched, jnp.maximum(count - 1, 0))
         given = jnp.where(active, matched + 1, 0)
-        end = cut(tokens, given, length + 1, controls)
-        rows = jnp.arange(drafts + 1) < end.n[:, None]
-        finite = jnp.all(sampled.finite | ~rows, axis=1)
+        end = cut(tokens, given, length + 1, controls, sampled.finite)
         controls = count_tokens(controls, tokens, end.n)
     state = commit(state, pending, end.n)
-    finished = active & (end.finished | ~finite)
-    burst = Burst(
-        tokens=tokens,
-        count=end.n,
-        accepted=jnp.where(active, matched, 0),
-        logprobs=sampled.logprobs,
-        finished=finished,
-        reason=end.reason,
-        finite=finite,
-    )
+    matched = jnp.where(active, matched, 0)
+    burst = Burst(tokens, end.n, matched, sampled.logprobs, end.finished, end.reason)
     state = _propose(params, state, tokens, pending.residual, length, end.n)
-    return state, controls, active & ~finished, burst
+    return state, controls, active & ~end.finished, burst
 
 
-run_round = jax.jit(speculative_round, donate_argnames=("state", "controls", "active"))
+run_round = jax.jit(
+    speculative_round,
+    donate_argnames=("state", "controls", "active"),
+    static_argnames=("logprobs",),
+)
 
 
 def begin(
@@ -122,6 +117,8 @@ def begin(
     controls: Controls,
     hidden: Float[Array, "S D"],
     ready: Bool[Array, " S"],
+    *,
+    logprobs: bool = False,
 ) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
     """Samples the first token after a prompt and drafts what may follow it.
 
@@ -131,38 +128,33 @@ def begin(
         controls: of each slot.
         hidden: output head's input at each slot's last token.
         ready: slots whose prompt is complete; the others keep every state.
+        logprobs: whether the burst has them; static.
 
     Returns:
         As `speculative_round`; a burst of one token.
     """
     logits = head(params, hidden[:, None])
     last = state.ngram_ids[:, -1:]
-    sampled = sample(logits, last, state.length[:, None], controls)
-    end = cut(sampled.ids, ready.astype(jnp.int32), state.length, controls)
-    finite = sampled.finite[:, 0] | ~ready
-    finished = ready & (end.finished | ~finite)
+    sampled = sample(logits, last, state.length[:, None], controls, logprobs=logprobs)
+    given = ready.astype(jnp.int32)
+    end = cut(sampled.ids, given, state.length, controls, sampled.finite)
     controls = count_tokens(controls, sampled.ids, end.n)
     streams = state.residual.reshape(state.slots, 1, params.config.hc_count, -1)
     state = _propose(params, state, sampled.ids, streams, state.length - 1, end.n)
-    burst = Burst(
-        tokens=sampled.ids,
-        count=end.n,
-        accepted=jnp.zeros_like(end.n),
-        logprobs=sampled.logprobs,
-        finished=finished,
-        reason=end.reason,
-        finite=finite,
-    )
-    return state, controls, ready & ~finished, burst
+    none = jnp.zeros_like(end.n)
+    burst = Burst(sampled.ids, end.n, none, sampled.logprobs, end.finished, end.reason)
+    return state, controls, ready & ~end.finished, burst
 
 
-@functools.partial(jax.jit, donate_argnames=("state", "controls"))
+@functools.partial(jax.jit, donate_argnames=("state", "controls"), static_argnames=("logprobs",))
 def begin_slots(
     params: Params,
     state: DecodeState,
     controls: Controls,
     hidden: Float[Array, "B D"],
     slots: Int[Array, " B"],
+    *,
+    logprobs: bool = False,
 ) -> tuple[DecodeState, Controls, Burst]:
     """`begin` for some slots; a number past the last slot is a row that is not there."""
     rows = take_slots(state, slots)
