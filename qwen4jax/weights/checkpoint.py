@@ -10,18 +10,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from qwen4jax.config import Config, Quantization
 from qwen4jax.hf_fields import ConfigError
 from qwen4jax.params import Params, declare
-from qwen4jax.quant import BlockFp8, Nvfp4
 from qwen4jax.weights import formats
 from qwen4jax.weights.directory import Directory, open_directory, read_json
 from qwen4jax.weights.errors import CheckpointError
 from qwen4jax.weights.names import MTP, PREFIXES, VISION, Naming, leaves
 from qwen4jax.weights.plan import check_tensors
+from qwen4jax.weights.variants import as_found
 
 _PER_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.\w+_proj\.(\w+)")
 _SHARD = re.compile(r"(.*)\.shard_(\d+)\.weight")
@@ -134,7 +133,7 @@ def survey(path: str | Path, *, dtype: str | None = None) -> Survey:
     kept = _dtype(stated, directory, notes)
     try:
         config = config.replace(dtype=dtype or kept, quantization=quantization)
-        declared = _as_stored(declare(config), directory)
+        declared = _as_found(declare(config), directory)
     except ValueError as e:
         # a stored form that does not fit the configured sizes
         problems.append(str(e))
@@ -226,35 +225,14 @@ def _find_forms(directory: Directory, naming: Naming) -> Quantization:
     return Quantization(**forms)
 
 
-def _as_stored(declared: Params, directory: Directory) -> Params:
-    """`declared` with the two freedoms of the quantised forms as they were found.
-
-    NVFP4 experts may lack input scales, block scales of FP8 may be float32; both hold for all
-    experts of the main model, or of the draft head.
-    """
-    scaled = {
-        name.startswith(MTP)
-        for name in (*directory.entries, *directory.unseen)
-        if name.endswith(".input_scale")
-    }
-    wide = {
-        name.startswith(MTP)
-        for name, entry in directory.entries.items()
-        if name.endswith(".weight_scale_inv") and entry.dtype == "F32"
-    }
-
-    def fit(weights: Any, mtp: bool) -> Any:
-        if isinstance(weights, Nvfp4) and mtp not in scaled:
-            return dataclasses.replace(weights, input_scale=None)
-        if isinstance(weights, BlockFp8) and mtp in wide:
-            scale = dataclasses.replace(weights.weight_scale_inv, dtype="float32")
-            return dataclasses.replace(weights, weight_scale_inv=scale)
-        return weights
-
-    def fit_all(tree: Any, mtp: bool) -> Any:
-        return jax.tree.map(
-            lambda w: fit(w, mtp), tree, is_leaf=lambda w: isinstance(w, Nvfp4 | BlockFp8)
-        )
-
-    layers = tuple(fit_all(layer, mtp=False) for layer in declared.layers)
-    return dataclasses.replace(declared, layers=layers, mtp=fit_all(declared.mtp, mtp=True))
+def _as_found(declared: Params, directory: Directory) -> Params:
+    names = (*directory.entries, *directory.unseen)
+    return as_found(
+        declared,
+        input_scales=[name for name in names if name.endswith(".input_scale")],
+        wide_scales=[
+            name
+            for name, entry in directory.entries.items()
+            if name.endswith(".weight_scale_inv") and entry.dtype == "F32"
+        ],
+    )

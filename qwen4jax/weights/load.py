@@ -8,24 +8,19 @@ import dataclasses
 import functools
 import math
 import re
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.checkpoint import survey
 from qwen4jax.weights.names import leaves
+from qwen4jax.weights.progress import Meter, Progress
 from qwen4jax.weights.reader import Reader
-
-Progress = Callable[[int, int], None]
 
 # the largest part that is staged at once: larger ones load no faster
 _LARGEST_PART = 1 << 30
@@ -120,7 +115,7 @@ def load_and_report(
     entries = found.directory.entries
     skipped_bytes = sum(entries[name].nbytes for name in found.skipped)
     total = sum(entry.nbytes for entry in entries.values()) - skipped_bytes
-    with _Meter(progress, total) as meter:
+    with Meter(progress, total) as meter:
         meter.advance(sum(entries[name].nbytes for name in reader.read))
         arrays = [
             stage.transfer(reader, where, leaf, meter) for where, leaf in leaves(found.declared)
@@ -139,29 +134,6 @@ def load_and_report(
         seconds=time.monotonic() - began,
     )
     return jax.tree.structure(found.declared).unflatten(arrays), report
-
-
-class _Meter:
-    """Counts bytes and shows them."""
-
-    def __init__(self, progress: Progress | bool | None, total: int):
-        self.total = total
-        self.done = 0
-        self.call = progress if callable(progress) else None
-        shown = sys.stderr.isatty() if progress is None else progress is True
-        self.bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=not shown)
-
-    def advance(self, count: int) -> None:
-        self.done += count
-        self.bar.update(count)
-        if self.call:
-            self.call(self.done, self.total)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception: Any):
-        self.bar.close()
 
 
 class _Stage:
@@ -198,7 +170,7 @@ class _Stage:
                     "the way to the device"
                 )
 
-    def transfer(self, reader: Reader, path: str, leaf: Tensor, meter: _Meter) -> jax.Array:
+    def transfer(self, reader: Reader, path: str, leaf: Tensor, meter: Meter) -> jax.Array:
         """Reads one leaf and puts it onto the device."""
         rows = leaf.shape[0] if leaf.shape else 1
         step = max(1, min(rows, self.largest // max(1, _row_bytes(leaf))))
@@ -214,7 +186,7 @@ class _Stage:
         return _reinterpret(whole, leaf.dtype)
 
     def _part(
-        self, reader: Reader, path: str, leaf: Tensor, first: int, count: int, meter: _Meter
+        self, reader: Reader, path: str, leaf: Tensor, first: int, count: int, meter: Meter
     ) -> np.ndarray:
         shape = (count, *leaf.shape[1:]) if leaf.shape else ()
         part = _aligned(shape, jnp.dtype(leaf.dtype))
