@@ -9,6 +9,7 @@ Blocks are pytrees. In a tree from `declare` each leaf is a `Tensor` instead of 
 """
 
 import dataclasses
+import functools
 import math
 import typing
 from typing import Any
@@ -349,6 +350,7 @@ def init_params(config: Config, seed: int = 0) -> Params:
     return treedef.unflatten([_fill(key, t) for key, t in zip(keys, leaves, strict=True)])
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _fill(key: jax.Array, t: Tensor) -> jax.Array:
     dtype = jnp.dtype(t.dtype)
     if t.init == "codes":

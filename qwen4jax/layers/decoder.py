@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
@@ -49,9 +50,16 @@ def decoder_layer(
     else:
         assert params.linear_attn is not None
         y, cache = delta_net(params.linear_attn, config, x, cache, span.count if final else None)
-    streams = update(streams, inject, y)
+    streams = _inject(streams, inject, y)
     x, inject = read(params.mlp_hyper_connection, config, streams, capture=capture.scope("mlp"))
     y = moe(params.mlp, config, x, capture=capture)
-    streams = update(streams, inject, y)
+    streams = _inject(streams, inject, y)
     capture("residual", streams)
     return streams, cache, selected
+
+
+def _inject(
+    streams: Float[Array, "B T R D"], inject: Float[Array, "B T R"], y: Float[Array, "B T D"]
+) -> Float[Array, "B T R D"]:
+    with jax.named_scope("gated_residual"):
+        return update(streams, inject, y)

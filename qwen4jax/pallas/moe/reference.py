@@ -6,6 +6,9 @@ import jax.numpy as jnp
 from qwen4jax import quant
 from qwen4jax.numerics import EXACT
 
+# choices per expert up to which reading an expert once per choice beats a loop over all of them
+_CHOSEN_SHARE = 4
+
 
 def route(logits, k, *, renormalize):
     """See `qwen4jax.pallas.moe.route`."""
@@ -19,11 +22,11 @@ def route(logits, k, *, renormalize):
 def experts(x, ids, weights, gate_up, down):
     """See `qwen4jax.pallas.moe.experts`.
 
-    Few tokens read the weights of their own experts only; many tokens pass all experts one after
-    the other, which costs more arithmetic but never holds more than one expert dequantised.
+    Few tokens read the weights of their own experts only, once per token; many tokens pass all
+    experts one after the other, which never holds more than one expert dequantised.
     """
-    count = gate_up.shape[0]
-    run = _chosen_experts if ids.size <= count else _every_expert
+    few = ids.size <= _CHOSEN_SHARE * gate_up.shape[0]
+    run = _chosen_experts if few else _every_expert
     return run(x, ids, weights, gate_up, down)
 
 
