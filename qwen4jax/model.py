@@ -18,7 +18,7 @@ from qwen4jax.pallas import gated_delta
 from qwen4jax.pallas.skinny_matmul import skinny_matmul
 from qwen4jax.params import Params
 from qwen4jax.span import Span, make_span
-from qwen4jax.state import DecodeState
+from qwen4jax.state import DecodeState, DeltaNetState
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +106,9 @@ def commit(state: DecodeState, pending: Pending, count: Int[Array, " B"]) -> Dec
     """
     with jax.named_scope("commit"):
         layers = tuple(
-            cache if factors is None else gated_delta.commit(cache, factors, count)  # pyright: ignore
+            gated_delta.commit(cache, factors, count)
+            if factors is not None and isinstance(cache, DeltaNetState)
+            else cache
             for cache, factors in zip(state.layers, pending.delta, strict=True)
         )
         flat = pending.residual.reshape(*pending.residual.shape[:2], -1)
@@ -175,7 +177,8 @@ def draft_step(
         selected: given selection, see `qwen4jax.layers.attention.attention`.
         capture: of internals.
     """
-    assert params.mtp is not None and state.mtp is not None
+    assert params.mtp is not None
+    assert state.mtp is not None
     config: Config = params.config
     span = make_span(config, state, start, count, tokens.shape[1], rope_positions)
     tokens = jnp.where(span.valid, tokens, config.hash_eos_token_id)

@@ -45,21 +45,22 @@ def attention(
     """
     heads, channels = config.num_attention_heads, config.head_dim
     eps = config.rms_norm_eps
-    with jax.named_scope("indexer"):
-        cache, selected = _select(params.indexer, config, x, cache, span, selected)
+    cache, selected = _select(params.indexer, config, x, cache, span, selected)
     capture("indexer.selected", selected)
-    with jax.named_scope("attention"):
-        project = lambda w, bias: skinny_matmul(x, w, bias)  # noqa: E731
-        query_gate = project(params.q_proj, params.q_proj_bias)
+    with jax.named_scope("attention_projections"):
+        query_gate = skinny_matmul(x, params.q_proj, params.q_proj_bias)
         query_gate = query_gate.reshape(*x.shape[:2], heads, 2, channels)
-        query = prepare(query_gate[:, :, :, 0], params.q_norm, span, eps=eps)
         kv_shape = (*x.shape[:2], config.num_key_value_heads, channels)
-        key = project(params.k_proj, params.k_proj_bias).reshape(kv_shape)
-        value = project(params.v_proj, params.v_proj_bias).reshape(kv_shape)
+        key = skinny_matmul(x, params.k_proj, params.k_proj_bias).reshape(kv_shape)
+        value = skinny_matmul(x, params.v_proj, params.v_proj_bias).reshape(kv_shape)
+    with jax.named_scope("compress_and_store"):
+        query = prepare(query_gate[:, :, :, 0], params.q_norm, span, eps=eps)
         cache = store(cache, prepare(key, params.k_norm, span, eps=eps), value, span)
+    with jax.named_scope("sparse_attention"):
         slots = physical(span.page_table, selected, cache.key.shape[1])
         gate = query_gate[:, :, :, 1]
         mixed = sparse_attention(query, gate, cache.key, cache.value, slots)
+    with jax.named_scope("attention_projections"):
         return skinny_matmul(mixed, params.o_proj, params.o_proj_bias), cache, selected
 
 
@@ -78,16 +79,22 @@ def _select(
         config.indexer_compress_ratio,
     )
     eps, width = config.rms_norm_eps, config.indexer_n_heads * config.indexer_head_dim
-    if selected is not None:
-        # with the tokens given, the query rows of the projection are not read
-        raw_key = skinny_matmul(x, params.index_qk_proj[width:])
-        return compress(cache, raw_key, params.k_layernorm, span, ratio=ratio, eps=eps), selected
-    index_qk = skinny_matmul(x, params.index_qk_proj)
-    cache = compress(cache, index_qk[..., width:], params.k_layernorm, span, ratio=ratio, eps=eps)
-    query = index_qk[..., :width].reshape(*x.shape[:2], heads, channels)
-    query = prepare(query, params.q_layernorm, span, eps=eps)
-    scores = index_score(query, cache.index_key, span.page_table, span.complete)
-    return cache, index_topk(scores, span.index, blocks=config.index_blocks, ratio=ratio)
+    weight = params.index_qk_proj
+    # with the tokens given, the query rows of the projection are not read
+    with jax.named_scope("attention_projections"):
+        index_qk = skinny_matmul(x, weight if selected is None else weight[width:])
+    with jax.named_scope("compress_and_store"):
+        raw_key = index_qk[..., -channels:]
+        cache = compress(cache, raw_key, params.k_layernorm, span, ratio=ratio, eps=eps)
+        if selected is not None:
+            return cache, selected
+        query = index_qk[..., :width].reshape(*x.shape[:2], heads, channels)
+        query = prepare(query, params.q_layernorm, span, eps=eps)
+    with jax.named_scope("index_score"):
+        scores = index_score(query, cache.index_key, span.page_table, span.complete)
+    with jax.named_scope("index_topk"):
+        chosen = index_topk(scores, span.index, blocks=config.index_blocks, ratio=ratio)
+    return cache, chosen
 
 
 @jax.tree_util.register_dataclass
