@@ -1,10 +1,10 @@
 """The model over its decode state: a step of tokens, its commit, the output head."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
@@ -21,8 +21,7 @@ from qwen4jax.span import Span, make_span
 from qwen4jax.state import DecodeState, DeltaNetState
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Pending:
     """What a step leaves to its commit.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float
 
 from qwen4jax import quant
@@ -55,11 +56,7 @@ def _tensor(init: str = "normal", *, when: str | None = None, form: str | None =
     return dataclasses.field(metadata=extras)
 
 
-def _block(cls: type) -> type:
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-@_block
+@struct.dataclass
 class GatedResidual:
     """Reads of and injections into the residual streams (spec section 4)."""
 
@@ -69,7 +66,7 @@ class GatedResidual:
     block_inject_weight: Float[Array, "streams stream_hidden"] = _tensor()
 
 
-@_block
+@struct.dataclass
 class FinalMixer:
     """The last read of the streams; injects nothing."""
 
@@ -78,7 +75,7 @@ class FinalMixer:
     input_mix_weight_up: Float[Array, "stream_hidden lowrank"] = _tensor()
 
 
-@_block
+@struct.dataclass
 class GatedDeltaNet:
     """Linear attention (spec section 6)."""
 
@@ -93,7 +90,7 @@ class GatedDeltaNet:
     out_proj: Float[Array, "hidden linear_value"] = _tensor()
 
 
-@_block
+@struct.dataclass
 class Indexer:
     """Ranks blocks of keys for the sparse attention (spec section 7.2)."""
 
@@ -102,7 +99,7 @@ class Indexer:
     k_layernorm: Float[Array, "index_head_dim"] = _tensor("zeros")
 
 
-@_block
+@struct.dataclass
 class SparseAttention:
     """Qwen Sparse Attention (spec section 7); rows of `q_proj` are (query, gate) per head."""
 
@@ -119,7 +116,7 @@ class SparseAttention:
     o_proj_bias: Float[Array, "hidden"] | None = _tensor("zeros", when="attention_bias")
 
 
-@_block
+@struct.dataclass
 class SharedExpert:
     """The expert every token passes."""
 
@@ -128,7 +125,7 @@ class SharedExpert:
     down_proj: Float[Array, "hidden shared_hidden"] = _tensor()
 
 
-@_block
+@struct.dataclass
 class Experts:
     """The routed experts, plain or in a stored form of `quant.py`; axis 1 is (gate, up)."""
 
@@ -136,7 +133,7 @@ class Experts:
     down_proj: Float[Array, "experts hidden expert_hidden"] = _tensor(form="experts")
 
 
-@_block
+@struct.dataclass
 class MixtureOfExperts:
     """Router, routed experts and the gated shared expert (spec section 8)."""
 
@@ -146,7 +143,7 @@ class MixtureOfExperts:
     shared_expert_gate: Float[Array, "one hidden"] = _tensor()
 
 
-@_block
+@struct.dataclass
 class PerLayerEmbedding:
     """The n-gram embedding of one layer (spec section 5)."""
 
@@ -159,7 +156,7 @@ class PerLayerEmbedding:
     conv1d: Float[Array, "stream_hidden ple_taps"] = _tensor()
 
 
-@_block
+@struct.dataclass
 class Layer:
     """One decoder layer: either kind of attention, experts, and for some an n-gram embedding."""
 
@@ -171,7 +168,7 @@ class Layer:
     ple: PerLayerEmbedding | None
 
 
-@_block
+@struct.dataclass
 class MultiTokenPrediction:
     """The one-layer draft head (spec section 9); embedding and head are the main model's."""
 
@@ -183,8 +180,7 @@ class MultiTokenPrediction:
     hyper_connection_mixer: FinalMixer
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Params:
     """All parameters, with the configuration they belong to as static data."""
 
@@ -193,7 +189,7 @@ class Params:
     hyper_connection_mixer: FinalMixer
     lm_head: Float[Array, "vocab hidden"] | None
     mtp: MultiTokenPrediction | None
-    config: Config = dataclasses.field(metadata={"static": True})
+    config: Config = struct.field(pytree_node=False)
 
 
 def axis_sizes(config: Config, ple_index: int = 0) -> dict[str, int]:

@@ -5,19 +5,18 @@ Formats: NVIDIA modelopt's NVFP4 (groups of 16 along the input), DeepSeek-style 
 blocks), and the n-gram table of the released checkpoints (one scale for the whole table).
 """
 
-import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 NVFP4_GROUP = 16
 FP8_BLOCK = 128
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Nvfp4:
     """Matrices `[..., O, I]` as packed E2M1 with e4m3 group scales and a float32 scale.
 
@@ -50,8 +49,7 @@ class Nvfp4:
         return (codes * scale * self.weight_scale_2[..., None, None]).astype(dtype)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class BlockFp8:
     """Matrices `[..., O, I]` in e4m3 with one scale per 128 x 128 block; edge blocks are partial.
 
@@ -79,8 +77,7 @@ class BlockFp8:
         return (self.weight.astype(jnp.float32) * scale).astype(dtype)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class ScaledTable:
     """An embedding table [rows, width] in e4m3 with one scale.
 

@@ -1,17 +1,14 @@
 """Where the rows of one step stand: positions and cache places, computed once for all layers."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax.config import Config
 from qwen4jax.state import DecodeState
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Span:
     """The next tokens of every row: `T` places of which the first `count` are filled.
 

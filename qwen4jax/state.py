@@ -11,10 +11,11 @@ NaN) is never read: readers mask before they use a value, writers drop what has 
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import LINEAR, Config
@@ -24,11 +25,7 @@ DEFAULT_PAGE_SIZE = 64
 MAX_DRAFT = 7
 
 
-def _block(cls: type) -> type:
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-@_block
+@struct.dataclass
 class AttentionCache:
     """What one sparse-attention layer keeps.
 
@@ -46,7 +43,7 @@ class AttentionCache:
     ring: Float[Array, "slots ring index_head_dim"]
 
 
-@_block
+@struct.dataclass
 class DeltaNetState:
     """What one Gated DeltaNet layer keeps.
 
@@ -59,7 +56,7 @@ class DeltaNetState:
     recurrent: Float[Array, "slots linear_value_heads linear_key_head_dim linear_value_head_dim"]
 
 
-@_block
+@struct.dataclass
 class DecodeState:
     """The state of `slots` requests.
 
@@ -105,10 +102,6 @@ class DecodeState:
         """Tokens in a page."""
         caches = [c for c in self.layers if isinstance(c, AttentionCache)]
         return caches[0].key.shape[1] if caches else DEFAULT_PAGE_SIZE
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with `changes`."""
-        return dataclasses.replace(self, **changes)
 
 
 def ring_size(ratio: int, drafts: int) -> int:

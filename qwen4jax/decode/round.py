@@ -15,12 +15,12 @@ the draft head's weights. For a deterministic draft this accepts with the target
 the draft, and the output has exactly the target's distribution.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax.decode.sampling import sample
@@ -32,8 +32,7 @@ from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, put_slots, take_slots
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Burst:
     """What a round gives each slot.
 

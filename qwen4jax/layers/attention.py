@@ -1,9 +1,8 @@
 """Qwen Sparse Attention: gated grouped-query attention over tokens that an indexer selects."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
@@ -97,8 +96,7 @@ def _select(
     return cache, chosen
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class FrozenSelection:
     """A selection that later draft steps reuse (index sharing, spec section 9.5).
 

@@ -1,9 +1,8 @@
 """The draft head: one sparse-attention layer over a residual and the token that followed it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
@@ -17,8 +16,7 @@ from qwen4jax.span import Span
 from qwen4jax.state import AttentionCache
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class DraftRows:
     """Rows of the draft head.
 

@@ -185,7 +185,8 @@ def _find_naming(directory: Directory, config: Config) -> Naming:
     prefix = PREFIXES[1] if 2 * nested > flat else PREFIXES[0]
     naming = Naming(config, prefix)
 
-    single = {m.group(1) for name in entries if (m := _PER_EXPERT.fullmatch(name))}
+    names = (*entries, *directory.unseen)
+    single = {m.group(1) for name in names if (m := _PER_EXPERT.fullmatch(name))}
     blocks = naming.expert_blocks()
     stacked = frozenset(b for b in blocks if naming.module(b) not in single)
 
@@ -210,12 +211,21 @@ def _find_forms(directory: Directory, naming: Naming) -> Quantization:
     """The form of each group by the majority of its tensors; the check finds the exceptions."""
     labels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     tables = {naming.module(t) for t in naming.tables()}
-    for name, entry in directory.entries.items():
+    for name in (*directory.entries, *directory.unseen):
         group = "mtp_experts" if name.startswith(MTP) else "experts"
-        if (m := _PER_EXPERT.fullmatch(name)) and m.group(3) == "weight":
-            labels[group][entry.dtype] += 1
-        elif (m := _SHARD.fullmatch(name)) and m.group(1) in tables:
+        entry = directory.entries.get(name)
+        if m := _PER_EXPERT.fullmatch(name):
+            if entry is None:
+                # the names of the scales tell what cannot be seen
+                label = {"weight_scale_2": "U8", "weight_scale_inv": "F8_E4M3"}.get(m.group(3))
+                labels[group] += collections.Counter([label] if label else [])
+            elif m.group(3) == "weight":
+                labels[group][entry.dtype] += 1
+        elif entry and (m := _SHARD.fullmatch(name)) and m.group(1) in tables:
             labels["ngram_embedding"][entry.dtype] += 1
+    names = {*directory.entries, *directory.unseen}
+    if not labels["ngram_embedding"] and any(f"{table}.weight_scale" in names for table in tables):
+        labels["ngram_embedding"]["F8_E4M3"] += 1
     forms: dict[str, Any] = {}
     for group in formats.GROUPS:
         label = next((label for label, _ in labels[group].most_common(1)), "BF16")

@@ -59,15 +59,18 @@ def open_directory(path: Path) -> Directory:
         kind = "is a file, not a directory" if path.exists() else "no such directory"
         raise CheckpointError(path, [kind])
     problems: list[str] = []
+    found = Directory(path, {}, {}, {}, {}, problems)
     index = read_index(path, problems)
+    if problems:
+        # without its index nothing can be said of the files
+        return found
     present = sorted(p.name for p in path.glob("*.safetensors"))
     if index is None:
         named = [SINGLE] if SINGLE in present else []
-        if not named and not problems:
+        if not named:
             problems.append(f"neither {SINGLE} nor {INDEX} is there")
     else:
         named = sorted(set(index.values()))
-    found = Directory(path, {}, {}, {}, {}, problems)
     for name in named:
         _read_file(found, name, index)
     for name in present:

@@ -74,7 +74,8 @@ def _mismatch(directory: Directory, piece: Piece, labels: tuple[str, ...]) -> st
     entry = directory.entries[piece.name]
     where = directory.where(piece.name)
     if entry.dtype not in labels:
-        if entry.dtype in _QUANTISED and "F32" in labels and ".experts." not in piece.name:
+        elsewhere = not any(part in piece.name for part in (".experts.", ".ngram_embedding."))
+        if entry.dtype in _QUANTISED and "F32" in labels and elsewhere:
             return (
                 f"{where}: stored quantised, as {entry.dtype} {list(entry.shape)}; only routed "
                 "experts and n-gram tables are read so, this tensor does not survive it"

@@ -12,9 +12,7 @@ all of them by a triangular system, then outputs and state by matrix products. T
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spec section 6.
 """
 
-import dataclasses
-
-import jax
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas import registry
@@ -22,8 +20,7 @@ from qwen4jax.pallas.gated_delta import reference
 from qwen4jax.state import DeltaNetState
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Weights:
     """Weights of the operation: convolution taps (oldest first), decay, step bias, output norm."""
 
@@ -33,8 +30,7 @@ class Weights:
     norm: Float[Array, " E"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Factors:
     """What the tokens of a speculative step add to the state.
 
@@ -74,7 +70,8 @@ def step(
     Args:
         qkv: projections before the convolution: queries, keys, values.
         z: output gates before their activation.
-        a, b: decay and step-size logits.
+        a: decay logits.
+        b: step-size logits.
         weights: of the layer.
         state: before the first token.
         key_heads: heads of queries and keys; value head `h` uses key head `h // (V / H)`.

@@ -18,7 +18,8 @@ def recurrent(q, k, v, decay, beta, state):
     """The delta rule token by token, the form the others are held against.
 
     Args:
-        q, k: [B, T, V, K] float32, normed, queries scaled.
+        q: [B, T, V, K] float32, normed and scaled.
+        k: [B, T, V, K] float32, normed.
         v: [B, T, V, E] float32.
         decay: [B, T, V] log decay.
         beta: [B, T, V] step size.

@@ -28,7 +28,8 @@ def mix(
     Args:
         streams: residual streams, stream-major.
         norm: gain minus one, of all streams.
-        down, up: low-rank projections.
+        down: low-rank projection.
+        up: back from it.
         inject: projection to the injection weights; None for the final mixer.
         eps: of the norm.
         implementation: see `MIX`; by default the fastest.

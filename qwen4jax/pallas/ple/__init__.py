@@ -70,7 +70,9 @@ def mix(
         key: projected embedding, one key per stream.
         value: projected embedding, shared by the streams.
         streams: residual streams.
-        norm_key, norm_query, norm_conv: gains minus one.
+        norm_key: gain minus one of the keys.
+        norm_query: of the streams.
+        norm_conv: of the convolution's input.
         conv1d: taps.
         history: the last `W = (J - 1) * dilation` inputs of the convolution.
         dilation: between taps.
