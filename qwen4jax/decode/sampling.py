@@ -1,11 +1,10 @@
 """Which token follows: a request's options, and sampling on the device.
 
 The random numbers of a position depend on (seed, sample, position) only, so that a request's ids
-do not depend on drafts, their number, the slot or the other requests.
-
-The order is bias and the mask of early stop ids, then repetition, frequency and presence penalty,
-temperature, min-p, top-k, and top-p over what is left, renormalised. Sources: vLLM
-`v1/sample/sampler.py` (the same order and meaning), Hugging Face `logits_process.py`.
+do not depend on drafts, their number, the slot or the other requests. Processors apply in the order
+bias and the mask of early stop ids; repetition, frequency, presence penalty; temperature; min-p;
+top-k; top-p over what is left, renormalised. Sources: vLLM `v1/sample/sampler.py` (the same order
+and meaning), Hugging Face `logits_process.py`.
 """
 
 import dataclasses
@@ -269,8 +268,7 @@ def sample(
         logprobs: whether to return them; a greedy mode without them exponentiates nothing.
 
     Returns:
-        For each row a function of its own logits, options, position and history, whatever B, T and
-        its place are.
+        For each row a function of its own logits, options, position and history alone.
     """
     finite = jnp.isfinite(logits).all(axis=-1)
     raw = jnp.where(jnp.isnan(logits), -_LOGIT, logits.astype(jnp.float32))
