@@ -1,0 +1,82 @@
+"""Kernel times of a compiled function by the scopes of the program it came from."""
+
+import collections
+import glob
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from bench.parts import part_of
+
+# (name of the HLO instruction, or of the kernel where there is none, and microseconds)
+Event = tuple[str, float]
+
+
+def device_kernels(
+    run: Callable[[Any], Any], carry: Any, *, rounds: int
+) -> tuple[list[Event], Any]:
+    """Runs `carry = run(carry)` under the profiler; every kernel of the first device."""
+    folder = tempfile.mkdtemp(prefix="profile-")
+    with jax.profiler.trace(folder):
+        for _ in range(rounds):
+            carry = run(carry)
+        jax.block_until_ready(carry)
+    events: list[Event] = []
+    for file in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
+        data = jax.profiler.ProfileData.from_file(file)
+        for plane in data.planes:
+            if plane.name.startswith("/device:GPU:0"):
+                for line in plane.lines:
+                    if "Stream" in line.name:
+                        events += list(_events(line))
+    return events, carry
+
+
+def _events(line: Any) -> Iterable[Event]:
+    for event in line.events:
+        stats = dict(event.stats)
+        yield str(stats.get("hlo_op", event.name)), event.duration_ns / 1e3
+
+
+def time_by_part(
+    events: list[Event], hlo: str, *, rounds: int
+) -> tuple[dict[tuple[str, str], float], int]:
+    """Milliseconds per round of each (part, phase), and kernels per round."""
+    scopes = op_names(hlo)
+    totals: dict[tuple[str, str], float] = collections.Counter()
+    for name, microseconds in events:
+        totals[part_of(scopes.get(name, name))] += microseconds / rounds / 1e3
+    return dict(totals), round(len(events) / rounds)
+
+
+def op_names(hlo: str) -> dict[str, str]:
+    """Instruction name -> scope path, from optimised HLO text.
+
+    A fusion carries the scope of its root; one without a scope takes that of the computation it
+    calls.
+    """
+    names: dict[str, str] = {}
+    inside: dict[str, str] = {}
+    calls: dict[str, str] = {}
+    computation = ""
+    for line in hlo.splitlines():
+        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)
+        if head and not line.startswith(" "):
+            computation = head.group(1)
+        found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+        if not found:
+            continue
+        scope = re.search(r'op_name="([^"]*)"', line)
+        if scope:
+            names[found.group(1)] = scope.group(1)
+            inside[computation] = scope.group(1)
+        called = re.search(r"calls=%?([\w.\-]+)", line)
+        if called:
+            calls[found.group(1)] = called.group(1)
+    for name, target in calls.items():
+        if name not in names and target in inside:
+            names[name] = inside[target]
+    return names
