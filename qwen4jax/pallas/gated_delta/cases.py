@@ -1,0 +1,166 @@
+"""Cases of Gated DeltaNet."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from qwen4jax.pallas.cases import BF16, F32, Case, integers, normal
+from qwen4jax.pallas.gated_delta import Factors, Weights
+from qwen4jax.state import DeltaNetState
+
+_TAPS = 4
+# key heads, value heads, key channels, value channels
+_SMALL = (2, 4, 8, 8)
+_UNEVEN = (1, 3, 8, 16)
+_RELEASED = (16, 48, 128, 128)
+
+
+def _arguments(rng, rows, places, heads, dtype, strength=1.0):
+    key_heads, value_heads, key, value = heads
+    width = 2 * key_heads * key + value_heads * value
+    weights = Weights(
+        conv1d=normal(rng, (width, _TAPS), dtype, _TAPS**-0.5),
+        A_log=jnp.asarray(np.log(rng.uniform(0.3, 4, value_heads)), dtype),
+        dt_bias=normal(rng, (value_heads,), dtype, 0.5) - 1,
+        norm=1 + normal(rng, (value,), dtype, 0.2),
+    )
+    state = DeltaNetState(
+        conv=normal(rng, (rows, _TAPS - 1, width), dtype),
+        recurrent=normal(rng, (rows, value_heads, key, value), F32),
+    )
+    return dict(
+        qkv=normal(rng, (rows, places, width), dtype),
+        z=normal(rng, (rows, places, value_heads * value), dtype),
+        a=normal(rng, (rows, places, value_heads), dtype, strength),
+        b=normal(rng, (rows, places, value_heads), dtype),
+        weights=weights,
+        state=state,
+        key_heads=key_heads,
+        activation="sigmoid",
+        eps=1e-6,
+    )
+
+
+def _step(name, rows, places, heads=_SMALL, dtype=F32, *, device_only=False, **changes):
+    def build(rng):
+        return _arguments(rng, rows, places, heads, dtype) | changes
+
+    return Case("step", name, build, device_only)
+
+
+def _chunks(name, count, places, heads=_SMALL, dtype=F32, *, change=None, **more):
+    """Rows of `count` tokens; what stands behind them is NaN."""
+
+    def build(rng):
+        inputs = _arguments(rng, len(count), places, heads, dtype)
+        there = jnp.arange(places) < jnp.asarray(count)[:, None]
+        for name in ("qkv", "z", "a", "b"):
+            inputs[name] = jnp.where(there[..., None], inputs[name], jnp.nan)
+        inputs["count"] = integers(count)
+        return change(inputs) if change else inputs
+
+    return Case("chunks", name, build, **more)
+
+
+def _commit(name, count, places, heads=_SMALL, dtype=F32, *, device_only=False):
+    key_heads, value_heads, key, value = heads
+    rows = len(count)
+
+    def build(rng):
+        state = _arguments(rng, rows, 1, heads, dtype)["state"]
+        width = state.conv.shape[-1]
+        keys = rng.standard_normal((rows, places, key_heads, key))
+        keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+        factors = Factors(
+            window=jnp.concatenate([state.conv, normal(rng, (rows, places, width), dtype)], axis=1),
+            key=jnp.asarray(keys, F32),
+            delta=normal(rng, (rows, places, value_heads, value)),
+            decay=jnp.asarray(-rng.exponential(1.0, (rows, places, value_heads)), F32),
+        )
+        # rejected tokens may have gone wrong altogether
+        there = jnp.arange(places) < jnp.asarray(count)[:, None]
+        factors = Factors(
+            window=factors.window.at[:, _TAPS - 1 :].set(
+                jnp.where(there[..., None], factors.window[:, _TAPS - 1 :], jnp.nan)
+            ),
+            key=jnp.where(there[..., None, None], factors.key, jnp.nan),
+            delta=jnp.where(there[..., None, None], factors.delta, jnp.nan),
+            decay=jnp.where(there[..., None], factors.decay, jnp.nan),
+        )
+        return dict(state=state, factors=factors, count=integers(count))
+
+    return Case("commit", name, build, device_only)
+
+
+def _plain_decay(inputs):
+    """Decay logits that are the log decay itself: softplus is the identity on large numbers."""
+    weights = inputs["weights"]
+    plain = Weights(
+        conv1d=weights.conv1d,
+        A_log=jnp.zeros_like(weights.A_log),
+        dt_bias=jnp.zeros_like(weights.dt_bias),
+        norm=weights.norm,
+    )
+    return inputs | {"weights": plain}
+
+
+def _strong_decay(inputs):
+    """NUM-14: a sum of -128 in a chunk, then a reset by -inf, then nearly no decay."""
+    inputs = _plain_decay(inputs)
+    a = np.full(inputs["a"].shape, np.log(np.expm1(2.0)), np.float32)
+    a[:, 60] = 1e38
+    a[:, 61:] = np.log(1e-11)
+    big = jnp.asarray(np.full(inputs["weights"].A_log.shape, 2.0), F32)
+    return inputs | {
+        "a": jnp.asarray(a),
+        "weights": Weights(
+            inputs["weights"].conv1d,
+            jnp.where(jnp.arange(len(big)) % 2 == 0, big, 0.0),
+            inputs["weights"].dt_bias,
+            inputs["weights"].norm,
+        ),
+    }
+
+
+def _no_decay(inputs):
+    inputs = _plain_decay(inputs)
+    return inputs | {"a": jnp.full_like(inputs["a"], -40.0)}
+
+
+CASES = (
+    _step("one_token", 2, 1),
+    _step("four_rows_of_a_round", 3, 4),
+    _step("eight_rows", 1, 8),
+    _step("nine_rows", 1, 9),
+    _step("silu_gate", 2, 4, activation="silu"),
+    _step("uneven_heads", 2, 4, _UNEVEN),
+    _step("bfloat16", 2, 4, dtype=BF16),
+    _commit("every_count", (0, 1, 2, 3, 4), 4),
+    _commit("uneven_heads", (2, 0, 3), 3, _UNEVEN),
+    _commit("bfloat16", (0, 2, 4), 4, dtype=BF16),
+    _chunks("one_token", (1, 0), 1),
+    _chunks("every_count", (0, 1, 2, 3, 4, 5), 5),
+    _chunks("length_63", (63, 7), 63),
+    _chunks("length_64", (64, 0), 64),
+    _chunks("length_65", (65, 64), 65),
+    _chunks("length_130_odd_heads", (130, 1), 130, _UNEVEN),
+    _chunks("length_1000", (1000,), 1000),
+    _chunks("strong_decay_and_reset", (64,), 64, change=_strong_decay),
+    _chunks("no_decay", (64,), 64, change=_no_decay),
+    _chunks("bfloat16", (70, 33), 70, dtype=BF16),
+    *(_step(f"released_{rows}", rows, 4, _RELEASED, BF16, device_only=True) for rows in (1, 8, 32)),
+    *(
+        _commit(
+            f"released_{rows}",
+            (4, 1, 2, 0) * (rows // 4) or (3,),
+            4,
+            _RELEASED,
+            BF16,
+            device_only=True,
+        )
+        for rows in (1, 8, 32)
+    ),
+    *(
+        _chunks(f"released_{length}", (length,), length, _RELEASED, BF16, device_only=True)
+        for length in (512, 4096)
+    ),
+)

@@ -1,0 +1,59 @@
+"""Cases of the gated residual."""
+
+import jax.numpy as jnp
+
+from qwen4jax.pallas.cases import BF16, F32, Case, normal, weight
+
+
+def _mix(
+    name, rows, streams, hidden, rank, dtype=F32, *, inject=True, scale=1.0, device_only=False
+):
+    def build(rng):
+        width = streams * hidden
+        x = normal(rng, (*rows, streams, hidden), F32)
+        return dict(
+            streams=(x * jnp.asarray(scale)).astype(dtype),
+            norm=normal(rng, (width,), dtype, 0.2),
+            down=weight(rng, (rank, width), dtype),
+            up=weight(rng, (width, rank), dtype),
+            inject=weight(rng, (streams, width), dtype) if inject else None,
+            eps=1e-6,
+        )
+
+    return Case("mix", name, build, device_only)
+
+
+def _update(name, rows, streams, hidden, dtype=F32, *, device_only=False):
+    def build(rng):
+        return dict(
+            streams=normal(rng, (*rows, streams, hidden), dtype, 30.0),
+            inject=normal(rng, (*rows, streams)),
+            y=normal(rng, (*rows, hidden), dtype),
+        )
+
+    return Case("update", name, build, device_only)
+
+
+_STREAM_SCALES = [[1.0], [10.0], [100.0], [1000.0]]
+
+CASES = (
+    _mix("one_token", (1, 1), 4, 32, 8),
+    _mix("two_streams", (2, 3), 2, 16, 4),
+    _mix("tokens_63", (1, 63), 4, 16, 4),
+    _mix("streams_of_unequal_size", (1, 3), 4, 32, 8, scale=_STREAM_SCALES),
+    _mix("zero_streams", (1, 3), 4, 32, 8, scale=0.0),
+    _mix("final_mixer", (2, 3), 4, 32, 8, inject=False),
+    _mix("bfloat16", (2, 3), 4, 32, 8, BF16),
+    _mix("bfloat16_final_mixer", (1, 3), 4, 32, 8, BF16, inject=False),
+    _update("float32", (2, 3), 4, 32),
+    _update("two_streams", (1, 63), 2, 16),
+    _update("bfloat16_rounds_once", (2, 3), 4, 32, BF16),
+    *(
+        _mix(f"released_{rows}", (rows, 1), 4, 2560, 320, BF16, device_only=True)
+        for rows in (1, 4, 32, 128)
+    ),
+    _mix("released_final_mixer", (4, 1), 4, 2560, 320, BF16, inject=False, device_only=True),
+    _mix("released_chunk", (1, 4096), 4, 2560, 320, BF16, device_only=True),
+    _update("released_4", (1, 4), 4, 2560, BF16, device_only=True),
+    _update("released_chunk", (1, 4096), 4, 2560, BF16, device_only=True),
+)

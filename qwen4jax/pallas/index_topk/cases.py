@@ -1,0 +1,97 @@
+"""Cases of the selection."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from qwen4jax.pallas.cases import F32, Case, integers
+
+
+def _case(name, index, width, blocks, *, ratio=4, scores=None, device_only=False):
+    """Scores of `width` blocks, -inf beyond what each `index` (given [B, T]) has complete."""
+    index = np.asarray(index)
+
+    def build(rng):
+        shape = (*index.shape, width)
+        values = rng.standard_normal(shape) if scores is None else scores(rng, shape)
+        seen = np.arange(width) < ((index + 1) // ratio)[..., None]
+        return dict(
+            scores=jnp.asarray(np.where(seen, values, -np.inf), F32),
+            index=integers(index),
+            blocks=blocks,
+            ratio=ratio,
+        )
+
+    return Case("index_topk", name, build, device_only)
+
+
+def _many_zeros(rng, shape):
+    """What ReLU leaves: most scores are exactly 0, of either sign."""
+    zero = np.where(rng.random(shape) < 0.5, 0.0, -0.0)
+    return np.where(rng.random(shape) < 0.9, zero, rng.random(shape))
+
+
+def _quantised(rng, shape):
+    return np.round(rng.random(shape), 2)
+
+
+def _concentrated(rng, shape):
+    """Distinct float32 values in [1, 1.245): one bin of a coarse histogram."""
+    values = np.linspace(1, 1.245, shape[-1], endpoint=False, dtype=np.float32)
+    assert len(np.unique(values)) == shape[-1]
+    return np.stack([rng.permutation(values) for _ in range(np.prod(shape[:-1]))]).reshape(shape)
+
+
+def _one_bin(inside):
+    """`inside` values in the bin of the threshold, the others far below."""
+
+    def scores(rng, shape):
+        values = _concentrated(rng, (*shape[:-1], inside))
+        rest = rng.random((*shape[:-1], shape[-1] - inside)) * 0.5
+        both = np.concatenate([values, rest], axis=-1)
+        return rng.permuted(both, axis=-1)
+
+    return scores
+
+
+def _equal_rows(scores):
+    return lambda rng, shape: np.broadcast_to(scores(rng, (1, 1, shape[-1])), shape)
+
+
+def _at_end(width, *, rows=1):
+    return np.full((rows, 1), 4 * width - 1)
+
+
+CASES = (
+    _case("first_tokens", [[0, 1, 2, 3, 4, 7, 8]], 6, 2),
+    _case("edge_of_the_budget", [[9, 10, 11, 12, 14, 15]], 6, 2),
+    _case("empty_places", [[-1, 5, -1], [22, -1, -1]], 6, 2),
+    _case("fewer_blocks_than_budget", [[0, 3, 6, 11]], 3, 8),
+    _case("budget_of_one", [[4, 9, 23]], 6, 1),
+    _case("ratio_8", [[0, 7, 8, 40, 47]], 6, 2, ratio=8),
+    _case("ratio_1", [[0, 1, 5]], 6, 2, ratio=1),
+    _case("all_tie", [[23, 22, 21]], 6, 3, scores=lambda rng, shape: np.zeros(shape)),
+    _case("signed_zeros_tie", np.full((3, 4), 160), 40, 8, scores=_many_zeros),
+    _case("steps_of_a_hundredth", np.full((2, 4), 1999), 500, 64, scores=_quantised),
+    _case("places_63", np.arange(63)[None] + 37, 25, 8),
+    _case("blocks_1000", [[3999, 3998]], 1000, 64),
+    # NUM-01: more candidates in one coarse bin than a fixed buffer holds
+    _case("bin_of_16384", _at_end(20000), 20000, 512, scores=_one_bin(16384)),
+    _case("bin_of_16385", _at_end(20000), 20000, 512, scores=_one_bin(16385)),
+    _case(
+        "concentrated_30938", _at_end(30938, rows=4), 30938, 512, scores=_equal_rows(_concentrated)
+    ),
+    _case(
+        "concentrated_65504", _at_end(65504, rows=4), 65504, 512, scores=_equal_rows(_concentrated)
+    ),
+    *(
+        _case(
+            f"released_{rows}_rows_{blocks}",
+            np.arange(4) + 4 * np.full((rows, 1), blocks) - 4,
+            blocks,
+            512,
+            device_only=True,
+        )
+        for rows, blocks in ((1, 2048), (1, 16384), (1, 65536), (8, 16384), (32, 16384))
+    ),
+    _case("released_chunk", np.arange(512)[None] + 65024, 16384, 512, device_only=True),
+)

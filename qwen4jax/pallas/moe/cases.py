@@ -1,0 +1,104 @@
+"""Cases of the mixture of experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen4jax import quant
+from qwen4jax.pallas.cases import BF16, F32, Case, integers, normal, weight
+
+
+def _route(name, tokens, experts, k, dtype=F32, *, renormalize=True, logits=None, **more):
+    def build(rng):
+        values = normal(rng, (tokens, experts), dtype) if logits is None else logits(rng)
+        return dict(logits=values, k=k, renormalize=renormalize)
+
+    return Case("route", name, build, **more)
+
+
+def _tied(rng):
+    steps = rng.integers(0, 3, (5, 8))
+    return jnp.asarray(steps, F32)
+
+
+def _stored(rng, shape, form, dtype):
+    """Random matrices in a stored form, of the size `weight` gives."""
+    if form == "plain":
+        return weight(rng, shape, dtype)
+    parts = {}
+    for name, (part, kind) in quant.stored_form(form, tuple(shape), "bfloat16").items():
+        if kind == "uint8":
+            if np.prod(part) > 1 << 22:
+                parts[name] = jax.random.bits(
+                    jax.random.key(int(rng.integers(1 << 31))), part, "uint8"
+                )
+            else:
+                parts[name] = jnp.asarray(rng.integers(0, 256, part), jnp.uint8)
+        elif name == "weight":
+            parts[name] = normal(rng, part).astype(kind)
+        elif name == "weight_scale":
+            parts[name] = jnp.asarray(rng.choice([0.5, 1.0, 2.0], part), F32).astype(kind)
+        elif name == "input_scale":
+            parts[name] = jnp.ones(part, kind)
+        else:
+            scale = shape[-1] ** -0.5 / (3 if form == "nvfp4" else 1)
+            parts[name] = jnp.asarray(rng.uniform(0.5, 2, part) * scale).astype(kind)
+    return quant.FORMS[form](**parts)
+
+
+def _experts(
+    name,
+    tokens,
+    experts,
+    k,
+    hidden,
+    width,
+    dtype=F32,
+    *,
+    form="plain",
+    pick=None,
+    device_only=False,
+):
+    def build(rng):
+        ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k] if pick is None else pick
+        shares = rng.random((tokens, k)) + 0.1
+        return dict(
+            x=normal(rng, (tokens, hidden), dtype),
+            ids=integers(ids),
+            weights=jnp.asarray(shares / shares.sum(1, keepdims=True), F32),
+            gate_up=_stored(rng, (experts, 2, width, hidden), form, dtype),
+            down=_stored(rng, (experts, hidden, width), form, dtype),
+        )
+
+    return Case("experts", name, build, device_only)
+
+
+CASES = (
+    _route("one_token", 1, 8, 2),
+    _route("tokens_63", 63, 16, 4),
+    _route("ties_to_the_lower_expert", 5, 8, 3, logits=_tied),
+    _route("all_experts", 3, 4, 4),
+    _route("not_renormalised", 3, 8, 2, renormalize=False),
+    _route("bfloat16", 5, 8, 2, BF16),
+    _route("far_apart", 3, 8, 2, logits=lambda rng: normal(rng, (3, 8), scale=1e4)),
+    _experts("few_tokens", 2, 8, 3, 32, 16),
+    _experts("many_tokens", 9, 4, 2, 32, 16),
+    _experts("one_expert_for_all", 3, 8, 1, 16, 8, pick=[[7], [7], [7]]),
+    _experts("no_tokens", 0, 4, 2, 16, 8),
+    _experts("bfloat16_few", 2, 8, 3, 32, 16, BF16),
+    _experts("bfloat16_many", 9, 4, 2, 32, 16, BF16),
+    _experts("nvfp4_few", 2, 8, 3, 32, 16, form="nvfp4"),
+    _experts("nvfp4_many_bfloat16", 9, 4, 2, 32, 16, BF16, form="nvfp4"),
+    _experts("fp8_few_edge_blocks", 1, 4, 2, 144, 136, form="fp8"),
+    _experts("fp8_many", 9, 4, 2, 32, 16, form="fp8"),
+    _route("released_4", 4, 512, 10, BF16, device_only=True),
+    _route("released_chunk", 4096, 512, 10, BF16, device_only=True),
+    *(
+        _experts(f"released_{form}_{t}", t, 512, 10, 2560, 640, BF16, form=form, device_only=True)
+        for form in ("plain", "nvfp4", "fp8")
+        for t in (1, 4, 32, 128)
+    ),
+    _experts(
+        "released_nvfp4_chunk", 2048, 512, 10, 2560, 640, BF16, form="nvfp4", device_only=True
+    ),
+)

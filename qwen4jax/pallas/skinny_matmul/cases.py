@@ -1,0 +1,54 @@
+"""Cases of the dense projection."""
+
+import numpy as np
+
+from qwen4jax.pallas.cases import BF16, F32, Case, normal, weight
+
+
+def _case(name, rows, outputs, inputs, dtype=F32, *, bias=False, device_only=False, **extra):
+    def build(rng):
+        return dict(
+            x=normal(rng, (*rows, inputs), dtype),
+            w=weight(rng, (outputs, inputs), dtype),
+            bias=normal(rng, (outputs,), dtype) if bias else None,
+            **extra,
+        )
+
+    return Case("skinny_matmul", name, build, device_only)
+
+
+def _poisoned_row(rng):
+    x = rng.standard_normal((3, 16))
+    x[1] = np.nan
+    return dict(x=normal(rng, (3, 16)).at[:].set(x), w=weight(rng, (8, 16)), bias=None)
+
+
+# outputs, inputs of the released model's projections
+_RELEASED = {
+    "delta_qkv": (10240, 2560),
+    "delta_out": (2560, 6144),
+    "query_gate": (12288, 2560),
+    "key": (512, 2560),
+    "router": (512, 2560),
+    "shared_down": (2560, 640),
+    "lm_head": (248320, 2560),
+}
+
+CASES = (
+    _case("one_row", (1,), 48, 32),
+    _case("batch_and_time", (2, 3), 48, 32),
+    _case("odd_sizes", (5,), 7, 33),
+    _case("rows_63", (63,), 8, 16),
+    _case("no_rows", (0,), 8, 16),
+    _case("one_output", (4,), 1, 32),
+    _case("bias", (3,), 8, 16, bias=True),
+    _case("bfloat16", (2, 3), 48, 32, BF16),
+    _case("bfloat16_bias", (3,), 8, 160, BF16, bias=True),
+    _case("bfloat16_to_float32", (3,), 8, 160, BF16, out_dtype=F32),
+    Case("skinny_matmul", "nan_row_stays_alone", _poisoned_row),
+    *(
+        _case(f"{name}_{rows}", (rows,), *shape, BF16, device_only=True)
+        for name, shape in _RELEASED.items()
+        for rows in (1, 4, 32, 128)
+    ),
+)

@@ -1,0 +1,76 @@
+"""Cases of attention to selected tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from qwen4jax.pallas.cases import BF16, E4M3, F32, Case, integers, normal
+
+
+def _case(name, shape, selected, dtype=F32, *, cache=None, gap=0.0, scale=1.0, device_only=False):
+    """Each query reads its own random places of a pool that is NaN everywhere else.
+
+    Args:
+        name: of the case.
+        shape: rows, places, query heads, kv heads, channels, pages, tokens in a page.
+        selected: (width of the selection, most places taken of it).
+        dtype: of queries and gates.
+        cache: dtype of keys and values, by default `dtype`.
+        gap: share of the taken places that are empty.
+        scale: of the queries.
+        device_only: see `Case`.
+    """
+    rows, places, heads, kv_heads, channels, pages, size = shape
+    width, most = selected
+
+    def build(rng):
+        slots = np.full((rows, places, width), -1)
+        for query in slots.reshape(-1, width):
+            chosen = rng.choice(pages * size, min(most, width), replace=False)
+            chosen[rng.random(len(chosen)) < gap] = -1
+            query[: len(chosen)] = chosen
+        read = np.zeros(pages * size, bool)
+        read[slots[slots >= 0]] = True
+        read = jnp.asarray(read.reshape(pages, size))[..., None, None]
+        pool = (pages, size, kv_heads, channels)
+        kind = cache or dtype
+        return dict(
+            query=normal(rng, (rows, places, heads, channels), dtype, scale),
+            gate=normal(rng, (rows, places, heads, channels), dtype),
+            key=jnp.where(read, normal(rng, pool), jnp.nan).astype(kind),
+            value=jnp.where(read, normal(rng, pool), jnp.nan).astype(kind),
+            slots=integers(slots),
+        )
+
+    return Case("sparse_attention", name, build, device_only)
+
+
+_RELEASED = (24, 2, 256)
+
+CASES = (
+    _case("one_query", (1, 1, 4, 2, 16, 3, 8), (11, 11)),
+    _case("nothing_selected", (2, 2, 4, 2, 16, 2, 8), (11, 0)),
+    _case("one_selected", (1, 2, 4, 2, 16, 2, 8), (11, 1)),
+    _case("gaps_among_the_selected", (2, 3, 4, 2, 16, 4, 8), (19, 14), gap=0.4),
+    _case("one_kv_head", (1, 3, 4, 1, 8, 2, 4), (7, 7)),
+    _case("as_many_kv_heads", (1, 3, 4, 4, 8, 2, 4), (7, 7)),
+    _case("places_63", (1, 63, 4, 2, 8, 4, 8), (11, 11)),
+    _case("places_65", (1, 65, 4, 2, 8, 4, 8), (11, 11)),
+    _case("selected_1000", (1, 1, 4, 2, 8, 20, 64), (1003, 1000)),
+    _case("large_scores", (1, 3, 4, 2, 16, 2, 8), (11, 11), scale=1e3),
+    _case("bfloat16", (2, 3, 4, 2, 16, 4, 8), (19, 14), BF16, gap=0.2),
+    _case("e4m3_cache", (2, 3, 4, 2, 16, 4, 8), (19, 14), BF16, cache=E4M3, gap=0.2),
+    _case("e4m3_cache_float32", (1, 3, 4, 2, 16, 2, 8), (11, 11), cache=E4M3),
+    *(
+        _case(
+            f"released_{rows}_rows{'_e4m3' if kind is E4M3 else ''}",
+            (rows, 4, *_RELEASED, 1024 * rows, 64),
+            (2051, 2051),
+            BF16,
+            cache=kind,
+            device_only=True,
+        )
+        for rows in (1, 8, 32)
+        for kind in (BF16, E4M3)
+    ),
+    _case("released_chunk", (1, 512, *_RELEASED, 1024, 64), (2051, 2051), BF16, device_only=True),
+)

@@ -1,0 +1,54 @@
+"""Each operation's cases against each of its implementations."""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from qwen4jax.pallas.cases import Case
+
+# largest error of a value rounded to a dtype, as a share of the value
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4}
+
+
+def over_cases(cases: Iterable[Case], function: str, implementations: Mapping[str, Any]) -> Any:
+    """Parametrises a test with (case, implementation) of one function."""
+    chosen = [
+        pytest.param(case, name, id=f"{case.name}-{name}")
+        for case in cases
+        if case.function == function and not case.device_only
+        for name in implementations
+    ]
+    assert chosen, f"no case of {function}"
+    return pytest.mark.parametrize(("case", "implementation"), chosen)
+
+
+def call(function: Any, inputs: Mapping[str, Any], implementation: str | None = None) -> Any:
+    """`function(**inputs)` compiled: arrays are arguments, the rest is static."""
+    arrays = {k: v for k, v in inputs.items() if jax.tree.leaves(v) and _traced(v)}
+    static = {k: v for k, v in inputs.items() if k not in arrays}
+    run = functools.partial(function, **static, implementation=implementation)
+    return jax.jit(lambda given: run(**given))(arrays)
+
+
+def _traced(value: Any) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+
+
+def f64(x: Any) -> np.ndarray:
+    """Any array as float64."""
+    return np.asarray(x).astype(np.float64)
+
+
+def assert_matches(got: Any, want: np.ndarray, *, share: float = 2e-6, steps: float = 1.0) -> None:
+    """Within `steps` roundings of the result's dtype and `share` of the largest value."""
+    assert got.shape == want.shape
+    values = f64(got)
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(want))
+    allowed = share * np.nanmax(np.abs(want), initial=0.0)
+    allowed = allowed + steps * ROUNDING[np.dtype(got.dtype).name] * np.abs(want)
+    excess = np.abs(values - want) - allowed
+    assert not np.any(excess > 0), f"over by {np.nanmax(excess)}"

@@ -1,0 +1,59 @@
+"""The gated residual against NumPy float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen4jax.pallas.gated_residual import MIX, UPDATE, mix, update
+from qwen4jax.pallas.gated_residual.cases import CASES
+from tests import oracle
+from tests.pallas.calls import assert_matches, call, f64, over_cases
+
+
+@over_cases(CASES, "mix", MIX)
+def test_mix_matches_float64(case, implementation):
+    inputs = case.inputs()
+    x, inject, gates = call(mix, inputs, implementation)
+    streams = f64(inputs["streams"])
+    rows = streams.reshape(-1, *streams.shape[2:])
+    weights = [None if inputs[n] is None else f64(inputs[n]) for n in ("down", "up", "inject")]
+    want = oracle.mix(rows, f64(inputs["norm"]), *weights, inputs["eps"])
+    bfloat16 = inputs["streams"].dtype == jnp.bfloat16
+    # the normed streams and the low-rank values between the products are rounded too
+    inner = 2.0**-7 if bfloat16 else 4e-6
+    assert x.dtype == inputs["streams"].dtype
+    assert gates.dtype == jnp.float32
+    assert_matches(x, want[0].reshape(x.shape), share=inner)
+    assert_matches(gates, want[2].reshape(gates.shape), share=inner)
+    if inputs["inject"] is None:
+        assert inject is None
+    else:
+        assert inject.dtype == jnp.float32
+        assert_matches(inject, want[1].reshape(inject.shape), share=inner)
+
+
+@over_cases(CASES, "update", UPDATE)
+def test_update_matches_float64(case, implementation):
+    inputs = case.inputs()
+    got = call(update, inputs, implementation)
+    added = f64(inputs["inject"])[..., None] * f64(inputs["y"])[..., None, :]
+    assert got.dtype == inputs["streams"].dtype
+    assert_matches(got, f64(inputs["streams"]) + added, share=1e-7)
+
+
+@pytest.mark.parametrize("implementation", MIX)
+def test_each_stream_is_normed_alone(implementation):
+    """NUM-17: the backbone's norm takes each stream for itself, whatever the others' size."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1, 1, 4, 32))
+    scales = np.array([1.0, 10.0, 100.0, 1000.0])
+    streams = jnp.asarray(rows * scales[:, None], jnp.float32)
+    zeros = jnp.zeros
+    # gates of 1/2 everywhere: the input is half the mean of the normed streams
+    inputs = dict(streams=streams, norm=zeros(128), down=zeros((8, 128)), up=zeros((128, 8)))
+    x, inject, gates = call(mix, inputs | dict(inject=zeros((4, 128)), eps=1e-6), implementation)
+    np.testing.assert_array_equal(np.asarray(gates), 0.5)
+    np.testing.assert_array_equal(np.asarray(inject), 1.0)
+    normed = rows[0, 0] / np.sqrt((rows[0, 0] ** 2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(np.sqrt((normed**2).mean(-1)), 1)
+    np.testing.assert_allclose(np.asarray(x)[0, 0], normed.mean(0) / 2, rtol=1e-5, atol=1e-6)

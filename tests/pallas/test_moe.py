@@ -1,0 +1,73 @@
+"""Routing and routed experts against NumPy float64."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from qwen4jax import quant
+from qwen4jax.pallas.moe import EXPERTS, ROUTE, experts, route
+from qwen4jax.pallas.moe.cases import CASES
+from tests import oracle
+from tests.pallas.calls import assert_matches, call, f64, over_cases
+
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def values(stored) -> np.ndarray:
+    """The matrices that a stored form stands for, by its definition."""
+    if isinstance(stored, quant.Nvfp4):
+        packed = np.asarray(stored.weight)
+        code = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stored.shape)
+        sign = np.where(code & 8, -1.0, 1.0)
+        scale = np.repeat(f64(stored.weight_scale), 16, axis=-1)
+        return sign * E2M1[code & 7] * scale * f64(stored.weight_scale_2)[..., None, None]
+    if isinstance(stored, quant.BlockFp8):
+        out, scale = f64(stored.weight), f64(stored.weight_scale_inv)
+        for i in range(scale.shape[-2]):
+            for j in range(scale.shape[-1]):
+                block = (..., slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                out[block] *= scale[..., i, j, None, None]
+        return out
+    return f64(stored)
+
+
+@over_cases(CASES, "route", ROUTE)
+def test_route_matches_float64(case, implementation):
+    inputs = case.inputs()
+    ids, weights = call(route, inputs, implementation)
+    want_ids, want = oracle.route(f64(inputs["logits"]), inputs["k"], inputs["renormalize"])
+    np.testing.assert_array_equal(np.asarray(ids), want_ids)
+    assert weights.dtype == jnp.float32
+    assert_matches(weights, want)
+
+
+@over_cases(CASES, "experts", EXPERTS)
+def test_experts_match_float64(case, implementation):
+    inputs = case.inputs()
+    got = call(experts, inputs, implementation)
+    dtype = inputs["x"].dtype
+    gate_up, down = values(inputs["gate_up"]), values(inputs["down"])
+    x, weights = f64(inputs["x"]), f64(inputs["weights"])
+    want = np.zeros(x.shape)
+    for t, chosen in enumerate(np.asarray(inputs["ids"])):
+        for e, w in zip(chosen, weights[t], strict=True):
+            want[t] += w * oracle.swiglu(x[t], *gate_up[e], down[e])
+    assert got.dtype == jnp.float32
+    # in bfloat16 the dequantised weights and the hidden values are rounded on the way
+    assert_matches(got, want, share=4e-6 if dtype == jnp.float32 else 2.0**-7)
+
+
+def test_hidden_values_are_rounded_to_the_activations_dtype():
+    """Both paths, of few and of many tokens, hand the same bfloat16 values to the second matrix."""
+    few = next(c for c in CASES if str(c) == "experts-bfloat16_few").inputs()
+    many = {k: jnp.concatenate([few[k]] * 8) for k in ("x", "ids", "weights")}
+    one = np.asarray(call(experts, few))
+    np.testing.assert_allclose(np.asarray(call(experts, few | many))[:2], one, rtol=2e-5, atol=2e-6)
+    gate_up, down = (f64(few[k]) for k in ("gate_up", "down"))
+    x, ids, w = f64(few["x"]), np.asarray(few["ids"]), f64(few["weights"])
+    want = np.zeros_like(x)
+    for t in range(len(x)):
+        for e, share in zip(ids[t], w[t], strict=True):
+            h = oracle.silu(x[t] @ gate_up[e, 0].T) * (x[t] @ gate_up[e, 1].T)
+            want[t] += share * h.astype(ml_dtypes.bfloat16).astype(float) @ down[e].T
+    np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,29 @@
+"""The dense projection against NumPy float64."""
+
+import numpy as np
+
+from qwen4jax.pallas.skinny_matmul import IMPLEMENTATIONS, skinny_matmul
+from qwen4jax.pallas.skinny_matmul.cases import CASES
+from tests.pallas.calls import assert_matches, call, f64, over_cases
+
+
+@over_cases(CASES, "skinny_matmul", IMPLEMENTATIONS)
+def test_matches_float64(case, implementation):
+    inputs = case.inputs()
+    got = call(skinny_matmul, inputs, implementation)
+    want = f64(inputs["x"]) @ f64(inputs["w"]).T
+    if inputs["bias"] is not None:
+        want = want + f64(inputs["bias"])
+    assert got.dtype == inputs.get("out_dtype", inputs["x"].dtype)
+    assert_matches(got, want)
+
+
+@over_cases(CASES, "skinny_matmul", IMPLEMENTATIONS)
+def test_a_row_is_the_same_in_other_company(case, implementation):
+    """Reversed rows give reversed results."""
+    inputs = case.inputs()
+    if inputs["x"].ndim != 2:
+        inputs["x"] = inputs["x"].reshape(-1, inputs["x"].shape[-1])
+    forth = f64(call(skinny_matmul, inputs, implementation))
+    back = f64(call(skinny_matmul, inputs | {"x": inputs["x"][::-1]}, implementation))
+    np.testing.assert_array_equal(back[::-1], forth)

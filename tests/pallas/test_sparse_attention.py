@@ -1,0 +1,84 @@
+"""Attention to selected tokens against NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen4jax.pallas.cases import E4M3, normal
+from qwen4jax.pallas.sparse_attention import IMPLEMENTATIONS, sparse_attention
+from qwen4jax.pallas.sparse_attention.cases import CASES
+from tests import oracle
+from tests.pallas.calls import assert_matches, call, f64, over_cases
+
+
+def attention64(query, gate, key, value, slots) -> np.ndarray:
+    query, gate, slots = f64(query), f64(gate), np.asarray(slots)
+    key, value = (f64(x).reshape(-1, *x.shape[2:]) for x in (key, value))
+    out = np.zeros((*query.shape[:2], query.shape[2] * query.shape[3]))
+    for at in np.ndindex(query.shape[:2]):
+        chosen = slots[at][slots[at] >= 0]
+        out[at] = oracle.attend(query[at], gate[at], key[chosen], value[chosen])
+    return out
+
+
+@over_cases(CASES, "sparse_attention", IMPLEMENTATIONS)
+def test_matches_float64(case, implementation):
+    """Unselected places of the pool are NaN: they have no weight at all (NUM-09)."""
+    inputs = case.inputs()
+    got = call(sparse_attention, inputs, implementation)
+    want = attention64(**inputs)
+    assert got.dtype == inputs["query"].dtype
+    assert np.isfinite(f64(got)).all()
+    # scores in the thousands move weights by 1e-7 of themselves
+    share = 2e-4 if case.name == "large_scores" else 3e-6
+    assert_matches(got, want, share=share)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_query_that_selects_nothing_gets_zeros(implementation, value):
+    """NUM-08, NUM-09: the sentinel -1 is clamped to a place, whose content must not be read."""
+    case = next(c for c in CASES if c.name == "nothing_selected")
+    inputs = case.inputs()
+    inputs |= {name: jnp.full_like(inputs[name], value) for name in ("key", "value")}
+    got = np.asarray(call(sparse_attention, inputs, implementation))
+    np.testing.assert_array_equal(got, 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_place_an_empty_entry_falls_on_is_not_read(implementation):
+    """NUM-08: changing place 0 of the pool changes no query that did not select it."""
+    case = next(c for c in CASES if c.name == "gaps_among_the_selected")
+    inputs = case.inputs()
+    inputs["slots"] = jnp.where(inputs["slots"] == 0, -1, inputs["slots"])
+    want = np.asarray(call(sparse_attention, inputs, implementation))
+    for name in ("key", "value"):
+        inputs[name] = inputs[name].at[0, 0].set(1e30)
+    np.testing.assert_array_equal(np.asarray(call(sparse_attention, inputs, implementation)), want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_places_past_two_gigabytes(implementation):
+    """LNG-08: the last page of a pool of over 2**31 bytes gives what the first one gives.
+
+    Only the two pages are ever touched, so the pool costs address space and no memory.
+    """
+    channels, size = 256, 64
+    pages = 2**31 // (size * channels) + 8
+    rng = np.random.default_rng(0)
+    nbytes = pages * size * channels
+    assert nbytes > 2**31
+    # aligned as XLA wants it, so that the pages become an array without a copy
+    raw = np.zeros(nbytes + 64, np.uint8)
+    pool = raw[-raw.ctypes.data % 64 :][:nbytes].view(E4M3).reshape(pages, size, 1, channels)
+    pool[0] = pool[-1] = np.asarray(normal(rng, (size, 1, channels), E4M3))
+    pools = [jax.device_put(pool, may_alias=True)] * 2
+    query, gate = (normal(rng, (1, 1, 2, channels)) for _ in range(2))
+    run = jax.jit(lambda *x: sparse_attention(*x, implementation=implementation))
+    local = np.array([[[3, -1, 0, 63, 17]]])
+    first = run(query, gate, *pools, jnp.asarray(local, jnp.int32))
+    far = np.where(local >= 0, local + (pages - 1) * size, -1)
+    last = run(query, gate, *pools, jnp.asarray(far, jnp.int32))
+    assert np.abs(np.asarray(first)).max() > 0.01
+    np.testing.assert_array_equal(np.asarray(last), np.asarray(first))
