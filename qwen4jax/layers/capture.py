@@ -2,7 +2,6 @@
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Self
 
 from jaxtyping import Array
 
@@ -31,9 +30,9 @@ class Capture:
         self.values: dict[str, Array] = {}
         self._prefix = prefix
 
-    def scope(self, name: str) -> Self:
+    def scope(self, name: str) -> "Capture":
         """The same capture with `name.` before every name."""
-        inner = type(self)(self.patterns, f"{self._prefix}{name}.")
+        inner = Capture(self.patterns, f"{self._prefix}{name}.")
         inner.values = self.values
         return inner
 
