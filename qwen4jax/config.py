@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from qwen4jax.ablation import Ablation
-from qwen4jax.hf_fields import LINEAR, SPARSE, ConfigError, positive_int, read_fields
+from qwen4jax.hf_fields import LINEAR, SPARSE, ConfigError, number, positive_int, read_fields
 from qwen4jax.ngram import NgramHash, ngram_hash
 
 ExpertFormat = Literal["bf16", "fp8", "nvfp4"]
@@ -260,7 +260,12 @@ def _validate(c: Config) -> None:
             raise ConfigError(f"{field}: {getattr(c, field.split('.')[0])!r} {why}")
 
     for name in _POSITIVE:
-        need(positive_int(getattr(c, name)), name, "is not a positive integer")
+        fits = positive_int(getattr(c, name)) and getattr(c, name) < 2**31
+        need(fits, name, "is not a positive integer below 2**31")
+    for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
+        need(isinstance(getattr(c, name), bool), name, "is not true or false")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        need(number(getattr(c.rope_parameters, name)), f"rope_parameters.{name}", "has no number")
     need(
         len(c.layer_types) == c.num_hidden_layers,
         "layer_types",
@@ -271,7 +276,11 @@ def _validate(c: Config) -> None:
     need(c.gate_activation in ("sigmoid", "silu"), "output_gate_type", "is not 'sigmoid' or 'silu'")
     need(c.mamba_ssm_dtype == "float32", "mamba_ssm_dtype", "is not supported, only 'float32'")
     need(c.dtype in ("bfloat16", "float32"), "dtype", "is not 'bfloat16' or 'float32'")
-    need(0 < c.rms_norm_eps < 1, "rms_norm_eps", "is not a small positive number")
+    need(
+        number(c.rms_norm_eps) and 0 < c.rms_norm_eps < 1,
+        "rms_norm_eps",
+        "is not a small positive number",
+    )
     need(
         c.num_attention_heads % c.num_key_value_heads == 0,
         "num_key_value_heads",
@@ -329,7 +338,13 @@ def _validate_ple(c: Config, need) -> None:
         "ngram_size",
         "is not an integer over 1",
     )
+    need(
+        isinstance(c.seed, int) and not isinstance(c.seed, bool) and abs(c.seed) < 2**63,
+        "seed",
+        "is not a 64-bit integer",
+    )
     ids = c.ple_layer_ids
+    need(isinstance(ids, tuple), "ple_layer_ids", "is no list")
     need(
         all(positive_int(i) and i <= c.num_hidden_layers for i in ids),
         "ple_layer_ids",

@@ -12,6 +12,8 @@ _LAYER_TYPE_SPELLINGS = {
     "qwen_sparse_attention": SPARSE,
     "indexed_attention": SPARSE,
 }
+# far over any model: a damaged count must not be counted up to
+_MOST_LAYERS = 4096
 _MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
 # fields of a Hugging Face file that say nothing about the computation done here
 _WITHOUT_EFFECT = frozenset(
@@ -93,6 +95,10 @@ def read_fields(raw: Any, known: set[str]) -> dict[str, Any]:
 
 def _read_rope(raw: dict[str, Any]) -> dict[str, Any]:
     rope = raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"rope_parameters: {rope!r} is no JSON object")
+    if not isinstance(rope.get("mrope_section", []), list):
+        raise ConfigError(f"rope_parameters.mrope_section: {rope['mrope_section']!r} is no list")
     rope_type = rope.get("rope_type", "default")
     if rope_type != "default":
         raise ConfigError(
@@ -114,8 +120,8 @@ def _read_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _read_layer_types(raw: dict[str, Any]) -> tuple[str, ...]:
     count = raw.get("num_hidden_layers")
-    if not positive_int(count):
-        raise ConfigError(f"num_hidden_layers: {count!r} is not a positive integer")
+    if not positive_int(count) or count > _MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers: {count!r} is not an integer in 1..{_MOST_LAYERS}")
     interval = raw.get("full_attention_interval")
     if interval is not None and not positive_int(interval):
         raise ConfigError(f"full_attention_interval: {interval!r} is not a positive integer")
@@ -123,8 +129,10 @@ def _read_layer_types(raw: dict[str, Any]) -> tuple[str, ...]:
     names = raw.get("layer_types")
     if names is None:
         return by_interval
+    if not isinstance(names, list):
+        raise ConfigError(f"layer_types: {names!r} is no list")
     for name in names:
-        if name not in _LAYER_TYPE_SPELLINGS:
+        if not isinstance(name, str) or name not in _LAYER_TYPE_SPELLINGS:
             raise ConfigError(
                 f"layer_types: {name!r} is not one of {', '.join(_LAYER_TYPE_SPELLINGS)}"
             )
@@ -137,3 +145,8 @@ def _read_layer_types(raw: dict[str, Any]) -> tuple[str, ...]:
 def positive_int(value: Any) -> bool:
     """Whether `value` is an integer over 0 (a bool is none)."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def number(value: Any) -> bool:
+    """Whether `value` is an integer or a float (a bool is none)."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
