@@ -12,6 +12,8 @@ from qwen4jax.weights.safetensors import Entry, TensorFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# names in one message; a shard of the released model holds hundreds
+_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,19 +148,31 @@ def _read_file(found: Directory, name: str, index: dict[str, str] | None) -> Non
 
 
 def _compare(found: Directory, index: dict[str, str]) -> None:
+    """Adds a problem for each pair of files that disagree on what is in which."""
+    elsewhere: dict[tuple[str | None, str | None], list[str]] = {}
     for tensor, name in index.items():
-        if name not in found.files or tensor in found.files[name].entries:
-            continue
-        if tensor in found.holder:
-            found.problems.append(
-                f"{tensor}: is in {found.holder[tensor]}, {INDEX} places it in {name}"
-            )
-        else:
-            found.problems.append(f"{tensor}: {INDEX} places it in {name}, which lacks it")
-            found.unseen[tensor] = name
+        if name in found.files and tensor not in found.files[name].entries:
+            elsewhere.setdefault((found.holder.get(tensor), name), []).append(tensor)
+            if tensor not in found.holder:
+                found.unseen[tensor] = name
     for tensor, name in found.holder.items():
         if tensor not in index:
-            found.problems.append(f"{tensor}: is in {name} but not in {INDEX}")
+            elsewhere.setdefault((name, None), []).append(tensor)
+    for (holder, named), tensors in elsewhere.items():
+        if holder is None:
+            said = f"{INDEX} places it in {named}, which lacks it"
+        elif named is None:
+            said = f"is in {holder} but not in {INDEX}"
+        else:
+            said = f"is in {holder}, {INDEX} places it in {named}"
+        more = (
+            f" (and {len(tensors) - 1} more tensors: {_some(tensors[1:])})" if tensors[1:] else ""
+        )
+        found.problems.append(f"{tensors[0]}: {said}{more}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _describe_stray(path: Path, indexed: bool) -> str:
@@ -169,5 +183,4 @@ def _describe_stray(path: Path, indexed: bool) -> str:
         names = list(TensorFile(path).entries)
     except CheckpointError as e:
         return f"{e}; and {by}"
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"{path.name}: {by}; it holds {len(names)} tensors: {shown}"
+    return f"{path.name}: {by}; it holds {len(names)} tensors: {_some(names)}"

@@ -102,12 +102,12 @@ def load_and_report(
         dtype = np.dtype(dtype).name
         if dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: {dtype!r} is not 'bfloat16' or 'float32'")
-    budget = _bytes(host_budget)
+    budget = host_bytes(host_budget)
     found = survey(path, dtype=dtype)
     found.require()
     found.check_values()
     device = next(iter(jnp.zeros(()).devices()))
-    stage = _Stage(found.declared, budget, resident=device.platform == "cpu")
+    stage = Stage(found.declared, budget, resident=device.platform == "cpu")
     if not found.config.mtp_num_hidden_layers and found.notes:
         warnings.warn(f"{path}: {'; '.join(found.notes)}", stacklevel=3)
 
@@ -136,7 +136,7 @@ def load_and_report(
     return jax.tree.structure(found.declared).unflatten(arrays), report
 
 
-class _Stage:
+class Stage:
     """The host memory between the files and the device, kept within the budget.
 
     Attributes:
@@ -217,8 +217,8 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _bytes(budget: int | str | None) -> int | None:
-    """`budget` in bytes.
+def host_bytes(budget: int | str | None) -> int | None:
+    """`budget` in bytes; text has a unit of 1000 or 1024, as `24GB` or `24GiB`.
 
     Raises:
         ValueError: it is no size.
