@@ -136,7 +136,7 @@ def delta_output(out, z, norm, activation, eps):
     """Norm with a plain gain, times the activated gate."""
     normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + eps) * norm
     gate = z.reshape(out.shape)
-    return (normed * (sigmoid(gate) if activation == "sigmoid" else silu(gate))).reshape(len(z), -1)
+    return (normed * (sigmoid(gate) if activation == "sigmoid" else silu(gate))).reshape(z.shape)
 
 
 def choose_blocks(scores, blocks):
