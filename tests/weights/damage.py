@@ -114,12 +114,16 @@ def exchange_files(path: Path, rng: Random) -> str:
 
 def exchange_offsets(path: Path, rng: Random) -> str:
     """Of two tensors of different size: others of a kind cannot be told apart."""
-    file = _file(path, rng)
+    file = path / "model-mtp.safetensors"
     header = _header(file)[1]
-    first, second = _name(file, rng), _name(file, rng)
-    size = [header[n]["data_offsets"][1] - header[n]["data_offsets"][0] for n in (first, second)]
-    if size[0] == size[1]:
-        return "none of different size"
+    first = _name(file, rng)
+
+    def size(name: str) -> int:
+        start, stop = header[name]["data_offsets"]
+        return stop - start
+
+    names = sorted(set(header) - {"__metadata__"})
+    second = _any(rng, [name for name in names if size(name) != size(first)])
 
     def edit(header: dict[str, Any]) -> None:
         one, other = header[first], header[second]

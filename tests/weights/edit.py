@@ -125,6 +125,13 @@ def random_params(config: Config, seed: int = 0) -> Params:
     return jax.tree.map(fill, declare(config))
 
 
+def part(tree: Any, path: str) -> Any:
+    """What stands at a dotted path of a parameter tree."""
+    for step in path.split("."):
+        tree = tree[int(step)] if step.isdigit() else getattr(tree, step)
+    return tree
+
+
 def assert_same(left: Any, right: Any) -> None:
     """Two parameter trees are equal bit by bit, and so are their configurations."""
     assert jax.tree.structure(left) == jax.tree.structure(right)

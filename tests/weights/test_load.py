@@ -22,7 +22,7 @@ T0 = GOLDEN / "t0" / "checkpoint"
 NVFP4 = GOLDEN / "nvfp4" / "checkpoint"
 
 
-@pytest.mark.parametrize("case", ["t0", "base", "nvfp4"])
+@pytest.mark.parametrize("case", ["t0", "base", "variant", "nvfp4", "fp8"])
 def test_two_loads_are_alike_and_usable_together(case: str):
     first, second = (load(GOLDEN / case / "checkpoint") for _ in range(2))
     assert_same(first, second)
@@ -74,6 +74,7 @@ def test_leaves_arrive_in_parts_within_the_budget(budget: str):
     """As on an accelerator: rows of every stored form, the last part smaller than the others."""
     found = survey(NVFP4)
     size = host_bytes(budget)
+    assert size is not None
     stage = Stage(found.declared, size, resident=False)
     reader = Reader(found)
     with Meter(False, 0) as meter:

@@ -23,6 +23,7 @@ from tests.weights.edit import (
     change,
     copy_of,
     edit_config,
+    part,
     random_params,
     tensors_of,
     write_tensors,
@@ -72,45 +73,46 @@ def refusal(path: Path) -> CheckpointError:
 
 
 def values_of(path: Path) -> np.ndarray:
-    ple = load(path).layers[1].ple
-    assert isinstance(ple.ngram_embedding, ScaledTable)
-    return np.asarray(quant.dequantize(ple.ngram_embedding))
+    table = part(load(path), "layers.1.ple.ngram_embedding")
+    assert isinstance(table, ScaledTable)
+    return np.asarray(quant.dequantize(table))
 
 
 def test_stored_forms_stay_as_on_disk(nvfp4: Path):
     tensors = tensors_of(nvfp4)
     params = load(nvfp4)
     assert params.config.quantization == Quantization("nvfp4", "bf16", "fp8")
-    experts = params.layers[2].mlp.experts
+    experts = part(params, "layers.2.mlp.experts")
     name = "model.layers.2.mlp.experts.5.{}_proj.{}".format
     for i, half in enumerate(("gate", "up")):
-        for part in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-            held = np.asarray(getattr(experts.gate_up_proj, part))[5, i]
-            assert held.tobytes() == tensors[name(half, part)].tobytes()
-            assert held.dtype == tensors[name(half, part)].dtype
+        for kind in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            held = np.asarray(part(experts.gate_up_proj, kind))[5, i]
+            assert held.tobytes() == tensors[name(half, kind)].tobytes()
+            assert held.dtype == tensors[name(half, kind)].dtype
     assert experts.gate_up_proj.weight_scale_2.shape == (16, 2)
     assert experts.down_proj.input_scale.shape == (16,)
     assert load(nvfp4, dtype="float32").config.quantization == params.config.quantization
-    assert load(nvfp4, dtype="float32").layers[2].mlp.experts.gate_up_proj.weight.dtype == np.uint8
+    wide = part(load(nvfp4, dtype="float32"), "layers.2.mlp.experts.gate_up_proj.weight")
+    assert wide.dtype == np.uint8
 
 
 def test_fp8_loads_for_both_models(fp8: Path):
     params = load(fp8)
-    assert isinstance(params.mtp.layers[0].mlp.experts.down_proj, BlockFp8)
+    assert isinstance(part(params, "mtp.layers.0.mlp.experts.down_proj"), BlockFp8)
     assert_same(params, random_params(params.config))
 
 
 def test_float32_block_scales_are_kept(fp8: Path):
     tensors = tensors_of(fp8)
     wide = {n: a.astype(np.float32) for n, a in tensors.items() if n.endswith("_scale_inv")}
-    part = {n: a for n, a in wide.items() if not n.startswith("mtp.")}
-    part = {n: a * np.float32(1 + 2**-20) for n, a in part.items()}
-    write_tensors(fp8, tensors | part)
+    main = {n: a for n, a in wide.items() if not n.startswith("mtp.")}
+    main = {n: a * np.float32(1 + 2**-20) for n, a in main.items()}
+    write_tensors(fp8, tensors | main)
     params = load(fp8)
-    scale = params.layers[0].mlp.experts.down_proj.weight_scale_inv
-    expected = part["model.layers.0.mlp.experts.1.down_proj.weight_scale_inv"]
+    scale = part(params, "layers.0.mlp.experts.down_proj.weight_scale_inv")
+    expected = main["model.layers.0.mlp.experts.1.down_proj.weight_scale_inv"]
     assert np.asarray(scale)[1].tobytes() == expected.tobytes()
-    assert params.mtp.layers[0].mlp.experts.down_proj.weight_scale_inv.dtype == BF16
+    assert part(params, "mtp.layers.0.mlp.experts.down_proj.weight_scale_inv").dtype == BF16
 
 
 def test_an_fp8_table_without_its_scale_is_refused_LOD_07(table: Path):
@@ -165,7 +167,7 @@ def test_shards_of_unequal_size_PLE_13(tmp_path: Path, parts: int):
     params = random_params(Config.tiny(split_ngram_parts=parts))
     save(params, tmp_path / "x")
     tensors = tensors_of(tmp_path / "x")
-    whole = np.asarray(params.layers[1].ple.ngram_embedding)
+    whole = np.asarray(part(params, "layers.1.ple.ngram_embedding"))
     cuts = np.sort(np.random.default_rng(0).permutation(len(whole))[: parts - 1])
     for i, shard in enumerate(np.split(whole, cuts)):
         tensors[f"{TABLE}.shard_{i}.weight"] = shard
@@ -208,9 +210,9 @@ def mixed(tmp_path: Path) -> Path:
 def test_an_algorithm_for_each_module_LOD_08(mixed: Path):
     """LOD-08: NVFP4 experts, an FP8 table, block FP8 in the draft head, globs to be ignored."""
     params = load(mixed)
-    assert isinstance(params.layers[0].mlp.experts.gate_up_proj, Nvfp4)
-    assert isinstance(params.layers[1].ple.ngram_embedding, ScaledTable)
-    assert isinstance(params.mtp.layers[0].mlp.experts.gate_up_proj, BlockFp8)
+    assert isinstance(part(params, "layers.0.mlp.experts.gate_up_proj"), Nvfp4)
+    assert isinstance(part(params, "layers.1.ple.ngram_embedding"), ScaledTable)
+    assert isinstance(part(params, "mtp.layers.0.mlp.experts.gate_up_proj"), BlockFp8)
 
 
 def test_the_same_in_hf_quant_config_LOD_08(mixed: Path):
@@ -313,7 +315,7 @@ def test_without_input_scales_weights_load_alone_LOD_10(nvfp4: Path):
     write_tensors(nvfp4, {n: a for n, a in tensors.items() if not n.endswith("input_scale")})
     params = load(nvfp4)
     for layer, old in zip(params.layers, before.layers, strict=True):
-        experts, others = layer.mlp.experts.gate_up_proj, old.mlp.experts.gate_up_proj
+        experts, others = (part(x, "mlp.experts.gate_up_proj") for x in (layer, old))
         assert experts.input_scale is None
         assert np.array_equal(experts.dequantize(), others.dequantize())
 
@@ -352,13 +354,13 @@ def test_gate_and_up_keep_their_own_scales_LOD_11(nvfp4: Path, shape: tuple[int,
     tensors = tensors_of(nvfp4)
     ones = {name("gate"): np.ones(shape, np.float32), name("up"): np.ones(shape, np.float32)}
     write_tensors(nvfp4, tensors | ones)
-    before = np.asarray(load(nvfp4).layers[0].mlp.experts.gate_up_proj.dequantize())[7]
+    before = np.asarray(part(load(nvfp4), "layers.0.mlp.experts.gate_up_proj").dequantize())[7]
     halves = {
         name("gate"): np.full(shape, 0.5, np.float32),
         name("up"): np.full(shape, 2.0, np.float32),
     }
     write_tensors(nvfp4, tensors | halves)
-    after = np.asarray(load(nvfp4).layers[0].mlp.experts.gate_up_proj.dequantize())[7]
+    after = np.asarray(part(load(nvfp4), "layers.0.mlp.experts.gate_up_proj").dequantize())[7]
     assert np.array_equal(after[0], before[0] * 0.5)
     assert np.array_equal(after[1], before[1] * 2.0)
 
@@ -374,5 +376,5 @@ def test_golden_nvfp4_values_are_those_of_the_formula():
     values = np.where(codes >= 8, -1, 1) * magnitudes[codes % 8]
     scale = tensors[name("weight_scale")].astype(np.float32).repeat(16, 1)
     expected = values.astype(np.float32) * scale * tensors[name("weight_scale_2")]
-    found = load(path).layers[3].mlp.experts.down_proj.dequantize()[9]
+    found = part(load(path), "layers.3.mlp.experts.down_proj").dequantize()[9]
     assert np.array_equal(found, expected)

@@ -16,7 +16,7 @@ from qwen4jax.weights.directory import INDEX
 from qwen4jax.weights.load import load
 from qwen4jax.weights.names import leaves
 from qwen4jax.weights.save import hf_config, save
-from tests.weights.edit import GOLDEN, assert_same, random_params, tensors_of
+from tests.weights.edit import GOLDEN, assert_same, part, random_params, tensors_of
 
 FORMS = [
     Quantization(*forms)
@@ -124,7 +124,7 @@ def test_an_existing_directory_is_kept_unless_told(tmp_path: Path):
 
 def test_a_leaf_that_is_not_as_declared_is_refused(tmp_path: Path):
     params = random_params(Config.tiny())
-    wrong = dataclasses.replace(params, lm_head=params.lm_head.astype(jnp.bfloat16))
+    wrong = dataclasses.replace(params, lm_head=part(params, "lm_head").astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="lm_head: bfloat16"):
         save(wrong, tmp_path / "x")
     assert not list(tmp_path.iterdir())
