@@ -53,9 +53,10 @@ def feed(
         last_kept = ((before.length - 1) % ring.shape[1])[:, None, None]
         first_position = jnp.take_along_axis(ring, last_kept, axis=1)
         positions = jnp.concatenate([first_position, pending.span.rope_positions[:, :-1]], axis=1)
-        state, _ = draft_step(
+        # a long span has already overwritten the positions of the head's open block
+        behind, _ = draft_step(
             params,
-            state,
+            state.replace(rope_ring=ring),
             tokens,
             jnp.concatenate([first.astype(streams.dtype), streams[:, :-1]], axis=1),
             before.length - 1,
@@ -63,6 +64,7 @@ def feed(
             rope_positions=positions,
             capture=capture,
         )
+        state = behind.replace(rope_ring=state.rope_ring)
     return state, hidden
 
 
