@@ -218,7 +218,7 @@ def init_state(config: Config, *, contiguous: bool = True, **sizes: Any) -> Deco
 
 def reset_slots(config: Config, state: DecodeState, slots: Int[Array, " B"]) -> DecodeState:
     """Empties `slots` for new tenants; their pages stay assigned."""
-    fresh = jax.tree.map(jnp.zeros_like, take_slots(state, slots))
+    fresh = _map_slots(jnp.zeros_like, take_slots(state, slots))
     fresh = fresh.replace(
         page_table=state.page_table.at[slots].get(mode="clip"),
         ngram_ids=jnp.full_like(fresh.ngram_ids, config.hash_eos_token_id),
