@@ -174,26 +174,28 @@ class Stage:
         """Reads one leaf and puts it onto the device."""
         rows = leaf.shape[0] if leaf.shape else 1
         step = max(1, min(rows, self.largest // max(1, _row_bytes(leaf))))
+        dtype = jnp.dtype(leaf.dtype)
         if self.resident or step == rows:
-            return jax.device_put(
-                self._part(reader, path, leaf, 0, rows, meter)
-            ).block_until_ready()
-        bits = np.dtype(f"uint{8 * jnp.dtype(leaf.dtype).itemsize}")
-        whole = jnp.zeros(leaf.shape, bits)
+            whole = self._buffer(leaf.shape, dtype)
+            meter.advance(reader.fill(whole, path, leaf))
+            return jax.device_put(whole).block_until_ready()
+        bits = np.dtype(f"uint{8 * dtype.itemsize}")
+        array = jnp.zeros(leaf.shape, bits)
+        buffer = self._buffer((step, *leaf.shape[1:]), dtype)
         for first in range(0, rows, step):
-            part = self._part(reader, path, leaf, first, min(step, rows - first), meter)
-            whole = _put_rows(whole, part.view(bits), np.int32(first)).block_until_ready()
-        return _reinterpret(whole, leaf.dtype)
+            part = buffer[: rows - first]
+            meter.advance(reader.fill(part, path, leaf, first))
+            # the buffer is free for the next part when this one has arrived
+            array = _put_rows(array, part.view(bits), np.int32(first)).block_until_ready()
+        return _reinterpret(array, leaf.dtype)
 
-    def _part(
-        self, reader: Reader, path: str, leaf: Tensor, first: int, count: int, meter: Meter
-    ) -> np.ndarray:
-        shape = (count, *leaf.shape[1:]) if leaf.shape else ()
-        part = _aligned(shape, jnp.dtype(leaf.dtype))
+    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
         if not self.resident:
-            self.peak = max(self.peak, 2 * part.nbytes)
-        meter.advance(reader.fill(part, path, leaf, first))
-        return part
+            self.peak = max(self.peak, 2 * size)
+        raw = np.empty(size + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return raw[start : start + size].view(dtype).reshape(shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -208,13 +210,6 @@ def _reinterpret(whole: jax.Array, dtype: str) -> jax.Array:
 
 def _row_bytes(leaf: Tensor) -> int:
     return math.prod(leaf.shape[1:]) * jnp.dtype(leaf.dtype).itemsize
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def host_bytes(budget: int | str | None) -> int | None:

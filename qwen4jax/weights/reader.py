@@ -46,9 +46,7 @@ class Reader:
                 self._check_scales(piece.name, stored)
             part = out[(*target, ...)]
             values = stored.reshape((-1, *leaf.shape[1:]))[source] if source else stored
-            # float32 to a narrower format may overflow to inf, as any cast does
-            with np.errstate(over="ignore", invalid="ignore"):
-                part[...] = values.reshape(part.shape)
+            _copy(part, values.reshape(part.shape))
             done += part.size * stored.itemsize
             self._account(piece.name, stored.dtype, out.dtype)
             directory.release(piece.name)
@@ -88,6 +86,17 @@ class Reader:
                     "are negative or not finite"
                 ],
             )
+
+
+def _copy(to: np.ndarray, values: np.ndarray) -> None:
+    if to.dtype == values.dtype:
+        # as bits: NumPy copies elements of ml_dtypes one by one
+        bits = np.dtype(f"u{to.itemsize}")
+        to.view(bits)[...] = values.view(bits)
+        return
+    # float32 to a narrower format may overflow to inf, as any cast does
+    with np.errstate(over="ignore", invalid="ignore"):
+        to[...] = values
 
 
 def _overlap(
