@@ -11,7 +11,7 @@ import jax
 
 from bench.parts import part_of
 
-# (name of the HLO instruction, or of the kernel where there is none, and microseconds)
+# (scope path, or the name of the HLO instruction where XLA gives none; microseconds)
 Event = tuple[str, float]
 
 
@@ -37,8 +37,9 @@ def device_kernels(
 
 def _events(line: Any) -> Iterable[Event]:
     for event in line.events:
-        stats = dict(event.stats)
-        yield str(stats.get("hlo_op", event.name)), event.duration_ns / 1e3
+        stats = {str(k): v for k, v in event.stats}
+        name = stats.get("name") or stats.get("hlo_op") or event.name
+        yield str(name), event.duration_ns / 1e3
 
 
 def time_by_part(
@@ -48,12 +49,13 @@ def time_by_part(
     scopes = op_names(hlo)
     totals: dict[tuple[str, str], float] = collections.Counter()
     for name, microseconds in events:
-        totals[part_of(scopes.get(name, name))] += microseconds / rounds / 1e3
+        scope = scopes.get(_kernel_name(name), name)
+        totals[part_of(scope)] += microseconds / rounds / 1e3
     return dict(totals), round(len(events) / rounds)
 
 
 def op_names(hlo: str) -> dict[str, str]:
-    """Instruction name -> scope path, from optimised HLO text.
+    """Kernel name of an instruction -> scope path, from optimised HLO text.
 
     A fusion carries the scope of its root; one without a scope takes that of the computation it
     calls.
@@ -79,4 +81,9 @@ def op_names(hlo: str) -> dict[str, str]:
     for name, target in calls.items():
         if name not in names and target in inside:
             names[name] = inside[target]
-    return names
+    return {_kernel_name(name): scope for name, scope in names.items()}
+
+
+def _kernel_name(instruction: str) -> str:
+    """The name XLA gives the kernel of an instruction."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", instruction)

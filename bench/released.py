@@ -1,6 +1,7 @@
 """The released model without a checkpoint: random weights in the stored forms, a filled state."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -88,21 +89,20 @@ def filled_state(config: Config, shapes: dict, context: int, seed: int = 1) -> D
     state = init_state(config, **shapes)
     leaves, treedef = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
-    noisy = treedef.unflatten([_noise(k, x) for k, x in zip(keys, leaves, strict=True)])
     slots = state.slots
+    table = jnp.copy(state.page_table)
+    noisy = treedef.unflatten([_noise(k, x) for k, x in zip(keys, leaves, strict=True)])
     ids = jax.random.randint(jax.random.key(seed), (slots, 16), 0, config.vocab_size, jnp.int32)
     return noisy.replace(
         length=jnp.full((slots,), context, jnp.int32),
-        page_table=state.page_table,
-        rope_delta=state.rope_delta,
-        rope_ring=state.rope_ring,
+        page_table=table,
         ngram_ids=ids[:, : config.ngram_size - 1],
         token=ids[:, 8],
-        drafts=ids[:, 9 : 9 + state.drafts.shape[1]],
+        drafts=ids[:, 9 : 9 + noisy.drafts.shape[1]],
     )
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=1)
 def _noise(key: jax.Array, like: jax.Array) -> jax.Array:
     if jnp.issubdtype(like.dtype, jnp.integer):
         return like
