@@ -30,7 +30,7 @@ def test_inspect_says_what_is_there(as_module: bool):
     text = " ".join(run.stdout.split())
     assert "files 9, 906 tensors" in text
     assert "experts 16, 4 per token, nvfp4" in text
-    assert "n-gram 1 tables, fp8" in text
+    assert "n-gram 1 table, fp8" in text
     assert "draft head 1 layer, experts plain" in text
     assert "all 906 1,197,994" in text
 
