@@ -279,7 +279,7 @@ class Oracle:
         iq = index[:, :width].reshape(t, c.indexer_n_heads, -1)
         iq = rope(rms(iq, m.indexer.q_layernorm, eps), angles)
         whole = t // ratio
-        pooled = index[: whole * ratio, width:].reshape(whole, ratio, -1).mean(1)
+        pooled = index[: whole * ratio, width:].reshape(whole, ratio, c.indexer_head_dim).mean(1)
         pooled = rms(pooled, m.indexer.k_layernorm, eps)[:, None]
         pooled = rope(pooled, angles[: whole * ratio : ratio])[:, 0]
         scores = np.maximum(np.einsum("thc,nc->thn", iq, pooled), 0).sum(1)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax.config import LINEAR, SPARSE, Config, RopeParameters
-from qwen4jax.decode.prefill import feed
+from qwen4jax.decode.prefill import decode_token, feed
 from qwen4jax.forward import forward
 from qwen4jax.model import head
 from qwen4jax.params import Params, declare
 from qwen4jax.state import AttentionCache, DecodeState, init_state
+from tests.oracle import Oracle
 
 # the model of the case list: budget 8 of blocks of 4, 3 rows of convolution, 9 of n-grams
 T0 = Config(
@@ -145,6 +146,49 @@ def plain(params: Params, ids: Sequence[int], width: int = LONG) -> np.ndarray:
     tokens, mask = np.zeros((2, 1, width), np.int32)
     tokens[0, : len(ids)], mask[0, : len(ids)] = ids, 1
     return np.asarray(forward(params, tokens, mask=mask))[0, : len(ids)]
+
+
+def exact(params: Params, ids: Sequence[int]) -> np.ndarray:
+    """PLAIN once more: the float64 oracle's logits."""
+    return Oracle(params).logits(ids)
+
+
+def greedy(
+    params: Params, state: DecodeState, prompts: Sequence[Sequence[int]], steps: int
+) -> tuple[DecodeState, list[list[int]], list[np.ndarray]]:
+    """Prompt `i` into slot `i`, then `steps` tokens; ids, and the logits that chose them."""
+    state, found = feed_pieces(
+        params, state, [split(ids, [WIDTH] * (len(ids) // WIDTH)) for ids in prompts]
+    )
+    last = [logits[-1] for logits in found]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    chosen: list[list[np.ndarray]] = [[] for _ in prompts]
+    active = jnp.arange(state.slots) < len(prompts)
+    for step in range(steps):
+        now = np.zeros(state.slots, np.int32)
+        for row, logits in enumerate(last):
+            now[row] = logits.argmax()
+            tokens[row].append(int(now[row]))
+            chosen[row].append(logits)
+        if step + 1 < steps:
+            state, logits = decode_token(params, state, jnp.asarray(now), active)
+            last = list(np.asarray(logits)[: len(prompts)])
+    return state, tokens, [np.stack(row) for row in chosen]
+
+
+def assert_plain(
+    params: Params, ids: Sequence[int], tokens: Sequence[int], logits: Any, tolerance: float = 1e-5
+) -> None:
+    """Greedy `tokens` after `ids`, chosen by `logits`, are those of the prompt alone.
+
+    Ids are compared where the best two logits are further apart than rounding can move them.
+    """
+    want = exact(params, [*ids, *tokens[:-1]])[len(ids) - 1 :]
+    assert_close(logits, want, tolerance)
+    for step, row in enumerate(want):
+        second, best = np.sort(row)[-2:]
+        if best - second > 1e-4:
+            assert tokens[step] == row.argmax(), f"token {step}"
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 1e-5, what: str = "") -> None:
