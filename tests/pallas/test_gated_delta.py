@@ -14,7 +14,6 @@ from qwen4jax.state import DeltaNetState
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
 
-
 _commit = jax.jit(commit)
 
 
