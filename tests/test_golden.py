@@ -198,7 +198,8 @@ def test_quantised_tensors_stay_in_their_stored_form(name: str, dtypes: list[str
     def held(tree: Any) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
-    params, wide = load(checkpoint, progress=False), read_case(name).params
+    params: Any = load(checkpoint, progress=False)
+    wide: Any = read_case(name).params
     assert (params.config.dtype, wide.config.dtype) == ("bfloat16", "float32")
     assert held(params) == stored("*")
     for tree in (params, wide):
@@ -228,9 +229,8 @@ def fp8_draft_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_draft_head_with_fp8_experts(fp8_draft_head: Path):
     case = read_case("fp8")
-    params = load(fp8_draft_head, dtype="float32", progress=False)
+    params: Any = load(fp8_draft_head, dtype="float32", progress=False)
     assert params.config.quantization.mtp_experts == "fp8"
-    assert params.mtp is not None
     experts = params.mtp.layers[0].mlp.experts
     assert experts.down_proj.weight.dtype.name == "float8_e4m3fn"
     logits, _, tied = draft_forced("fp8", params)
@@ -245,7 +245,7 @@ def test_three_axis_positions(name: str):
     """Text, an image of 3 x 4, text, an image of 2 x 2, text: each axis has its own positions."""
     case = read_case(name)
     io = load_file(HERE / name / "mrope.safetensors")
-    positions = io["positions"].astype(np.int32)[None]
+    positions = jnp.asarray(io["positions"], jnp.int32)[None]
     got = forward(case.params, io["ids"][None], rope_positions=positions)
     assert_exact(np.asarray(got)[0], io["logits"], name)
 
