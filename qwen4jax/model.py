@@ -13,7 +13,7 @@ from qwen4jax.layers.decoder import decoder_layer
 from qwen4jax.layers.gated_residual import read_final
 from qwen4jax.layers.mtp import DraftRows, draft_rows
 from qwen4jax.layers.ple import per_layer_embedding
-from qwen4jax.numerics import windows_after
+from qwen4jax.numerics import rounded, windows_after
 from qwen4jax.pallas import gated_delta
 from qwen4jax.pallas.skinny_matmul import skinny_matmul
 from qwen4jax.params import Params
@@ -80,7 +80,7 @@ def step(
                 added, window = per_layer_embedding(
                     layer.ple, config, number, streams, ids, state.ple[number]
                 )
-                streams = streams + added
+                streams = rounded(streams.astype(jnp.float32) + added, streams.dtype)
                 windows.append(window)
             streams, after, _ = decoder_layer(
                 layer, config, streams, cache, span, final=final,

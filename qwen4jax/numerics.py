@@ -8,6 +8,17 @@ from jaxtyping import Array, Float
 EXACT = jax.lax.Precision.HIGHEST
 
 
+def rounded(x: Float[Array, "*any"], dtype: jnp.dtype) -> Float[Array, "*any"]:
+    """`x` rounded to `dtype`, also where XLA fuses the reader.
+
+    XLA may drop a cast to bfloat16 that is cast back, so that in one program a norm reads the
+    value that another one reads rounded.
+    """
+    if dtype == jnp.bfloat16:
+        x = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
 def rms_norm(
     x: Float[Array, "*rows C"], weight: Float[Array, " G"], eps: float
 ) -> Float[Array, "*rows C"]:
@@ -21,7 +32,7 @@ def rms_norm(
     if weight.shape[-1] != x.shape[-1]:
         gain = gain.reshape(-1, x.shape[-1])
     scale = jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + eps)
-    return (f * scale * gain).astype(x.dtype)
+    return rounded(f * scale * gain, x.dtype)
 
 
 def l2_norm(x: Float[Array, "*rows C"], eps: float = 1e-6) -> Float[Array, "*rows C"]:
@@ -41,12 +52,12 @@ def rotate(
     first, second, rest = f[..., :pairs], f[..., pairs : 2 * pairs], f[..., 2 * pairs :]
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return rounded(jnp.concatenate(turned, axis=-1), x.dtype)
 
 
 def windows_after(
     window: Float[Array, "B L C"], counts: Array, length: int
 ) -> Float[Array, "B {length} C"]:
-    """`window[b, counts[b] : counts[b] + length]`: a convolution's history after `counts` tokens."""
+    """`window[b, counts[b] : counts[b] + length]`: a convolution's history after `counts`."""
     index = counts[:, None] + jnp.arange(length)
     return jnp.take_along_axis(window, index[..., None], axis=1)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from qwen4jax.numerics import rms_norm
+from qwen4jax.numerics import rms_norm, rounded
 from qwen4jax.pallas.skinny_matmul.reference import skinny_matmul
 
 
@@ -26,4 +26,4 @@ def mix(streams, norm, down, up, inject, *, eps):
 def update(streams, inject, y):
     """See `qwen4jax.pallas.gated_residual.update`."""
     added = inject[..., None] * y.astype(jnp.float32)[..., None, :]
-    return (streams.astype(jnp.float32) + added).astype(streams.dtype)
+    return rounded(streams.astype(jnp.float32) + added, streams.dtype)

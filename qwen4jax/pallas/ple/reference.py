@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen4jax import quant
-from qwen4jax.numerics import rms_norm
+from qwen4jax.numerics import rms_norm, rounded
 
 
 def ngram_rows(ids, hash, *, eos):
@@ -37,7 +37,7 @@ def mix(key, value, streams, norm_key, norm_query, norm_conv, conv1d, history, *
     q = rms_norm(streams, norm_query, eps).astype(jnp.float32)
     score = jnp.sum(k * q, axis=-1, keepdims=True) * streams.shape[-1] ** -0.5
     gate = jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6))
-    u = (jax.nn.sigmoid(gate) * value.astype(jnp.float32)[..., None, :]).astype(dtype)
+    u = rounded(jax.nn.sigmoid(gate) * value.astype(jnp.float32)[..., None, :], dtype)
     normed = rms_norm(u, norm_conv, eps)
     normed = normed.reshape(*normed.shape[:2], -1)
     window = jnp.concatenate([history, normed.astype(history.dtype)], axis=1)
@@ -47,7 +47,7 @@ def mix(key, value, streams, norm_key, norm_query, norm_conv, conv1d, history, *
         for j in range(taps.shape[1])
     )
     out = u.astype(jnp.float32) + jax.nn.silu(conv).reshape(u.shape)
-    return out.astype(dtype), window
+    return rounded(out, dtype), window
 
 
 def _multiply(constant, ids):
