@@ -1,7 +1,5 @@
 """Padding, batches and ragged rows: nothing of a neighbour or of a pad reaches a row."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ from qwen4jax.model import step
 from qwen4jax.span import make_span
 from qwen4jax.state import assign_pages, init_state, reset_slots, take_slots
 from tests import tiny
+from tests.planted_index import at_block, edit_cache, plant, planted_queries
 from tests.tiny import (
     ROWS,
     T0,
@@ -83,47 +82,12 @@ def test_each_row_has_its_own_past(lengths):
         assert_plain(t0(), ids[row], tokens[row], logits[row])
 
 
-def planted_queries(params):
-    """Index queries of +-u in a channel that is not rotated; u is channel 5 of each head.
-
-    One head points along u and one against it, so every query scores a key along u.
-    """
-    attention = params.layers[3].self_attn
-    weight = np.asarray(attention.indexer.index_qk_proj).copy()
-    direction = weight[0].copy()
-    weight[: 2 * 16] = 0
-    weight[5], weight[16 + 5] = direction, -direction
-    return with_indexer(params, jnp.asarray(weight))
-
-
-def with_indexer(params, weight):
-    layers = list(params.layers)
-    attention = layers[3].self_attn
-    indexer = dataclasses.replace(attention.indexer, index_qk_proj=weight)
-    attention = dataclasses.replace(attention, indexer=indexer)
-    layers[3] = dataclasses.replace(layers[3], self_attn=attention)
-    return dataclasses.replace(params, layers=tuple(layers))
-
-
-def edit_cache(state, **changes):
-    layers = (*state.layers[:3], dataclasses.replace(state.layers[3], **changes))
-    return dataclasses.replace(state, layers=layers)
-
-
-def at_block(state, row, block):
-    """(page, block in it) of one row's block."""
-    return int(state.page_table[row, block // 2]), block % 2
-
-
 def test_each_row_attends_to_its_own_selection():
     """PAD-05: row b prefers block b + 1; other blocks' values do not move it, permuted or not."""
     params = planted_queries(t0())
     ids = [prompt(20, seed=20 + row) for row in range(ROWS)]
     state, _ = feed_pieces(params, new_state(), [split(i, [16]) for i in ids])
-    keys = np.zeros_like(np.asarray(state.layers[3].index_key))
-    for row in range(ROWS):
-        keys[(*at_block(state, row, row + 1), 5)] = 1
-    state = edit_cache(state, index_key=jnp.asarray(keys))
+    state = plant(state, {row: [row + 1] for row in range(ROWS)})
 
     def last(state, rows=range(ROWS)):
         return np.stack(feed_rows(params, state, [[9 + r] for r in rows], width=1)[1])
