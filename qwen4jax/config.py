@@ -309,6 +309,11 @@ def _validate(c: Config) -> None:
         f"is not a multiple of indexer_compress_ratio={c.indexer_compress_ratio}",
     )
     need(
+        0 < c.rope_parameters.rope_theta < float("inf"),
+        "rope_parameters.rope_theta",
+        "is not a positive number",
+    )
+    need(
         0 < c.rope_parameters.partial_rotary_factor <= 1,
         "rope_parameters.partial_rotary_factor",
         "is not in (0, 1]",
