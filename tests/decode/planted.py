@@ -5,7 +5,7 @@ All tests of the round share the sizes and the sampling mode here, since compili
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from qwen4jax.ablation import Ablation, IndexShare
-from qwen4jax.decode.prefill import prefill, prefill_chunk
+from qwen4jax.decode.prefill import decode_token, logits_of, prefill, prefill_chunk
 from qwen4jax.decode.round import Burst, begin_slots, run_round
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls, FinishReason
@@ -214,6 +214,28 @@ class Play:
             if host.finished[i]:
                 self.reasons[i] = FinishReason(int(host.reason[i]))
         return host
+
+
+def decoded(
+    prompts: Sequence[Sequence[int]], steps: int, choose: Callable[[np.ndarray, list[int]], int]
+) -> list[list[int]]:
+    """`steps` tokens after each prompt, fed one at a time; `choose(logits, output so far)`."""
+    state, hidden = fed(t0(), 3, prompts)
+    logits = np.asarray(logits_of(t0(), hidden))
+    ids: list[list[int]] = [[] for _ in prompts]
+    active = jnp.arange(SLOTS) < len(prompts)
+    for _ in range(steps):
+        for row, so_far in zip(logits, ids, strict=False):
+            so_far.append(choose(row, so_far))
+        tokens = np.zeros(SLOTS, np.int32)
+        tokens[: len(ids)] = [so_far[-1] for so_far in ids]
+        state, logits = decode_token(t0(), state, jnp.asarray(tokens), active)
+        logits = np.asarray(logits)
+    return ids
+
+
+def most_probable(logits: np.ndarray, _: Sequence[int]) -> int:
+    return int(logits.argmax())
 
 
 @functools.cache

@@ -1,0 +1,80 @@
+"""Options of sampling in every verified row of a burst."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwen4jax.decode.sampling import Sampling
+from tests.decode.planted import (
+    Play,
+    Request,
+    decoded,
+    golden_prompts,
+    most_probable,
+    t0,
+)
+
+PROMPTS = golden_prompts()
+
+
+def test_penalties_are_counted_inside_a_burst():
+    """SMP-07: presence penalty 2 after [5, 5, 5], with drafts that all stand or fail somewhere."""
+
+    def choose(logits: np.ndarray, so_far: list[int]) -> int:
+        penalised = logits.copy()
+        penalised[list(set(so_far))] -= 2
+        return int(penalised.argmax())
+
+    prompts = [(5, 5, 5), *PROMPTS[:7]]
+    known, unpenalised = decoded(prompts, 16, choose), decoded(prompts, 16, most_probable)
+    assert known != unpenalised
+    sampling = Sampling(temperature=0, presence_penalty=2, max_new_tokens=16)
+    requests = [Request(prompt, sampling) for prompt in prompts]
+    for wrong in range(4):
+        play = Play(t0("share"), 3, requests)
+
+        def plant(play: Play, wrong: int = wrong):
+            play.plant_known(known, [wrong] * len(known))
+
+        assert play.finish(plant) == known
+        assert play.bursts[0].accepted[: len(known)].tolist() == [wrong] * len(known)
+    # drafts of a run without penalties: some are what the penalties forbid
+    play = Play(t0("share"), 3, requests)
+    assert play.finish(lambda p: p.plant_known(unpenalised, [3] * len(known))) == known
+
+
+@pytest.mark.parametrize("options", [dict(top_k=1), dict(top_p=1e-6), dict(temperature=0)], ids=str)
+def test_a_banned_id_is_never_given(options: dict[str, Any]):
+    """SMP-05: a bias of -100 on the greedy id holds in every row, though it is what is drafted."""
+    banned = [ids[0] for ids in decoded(PROMPTS, 1, most_probable)]
+    requests = [
+        Request(prompt, Sampling(logit_bias={token: -100}, max_new_tokens=16, **options))
+        for prompt, token in zip(PROMPTS, banned, strict=True)
+    ]
+    known = decoded_without(banned)
+    # the banned id is drafted at each place after true ones
+    for at in range(3):
+        play = Play(t0("share"), 3, requests)
+
+        def plant(play: Play, at: int = at):
+            play.plant_known(known, [3] * len(known))
+            drafts = np.asarray(play.state.drafts)[: len(known)].copy()
+            drafts[:, at] = banned
+            play.plant(drafts.tolist())
+
+        assert play.finish(plant) == known
+        assert not any(token in ids for token, ids in zip(banned, play.ids, strict=True))
+        assert play.bursts[0].accepted[: len(known)].tolist() == [at] * len(known)
+
+
+def decoded_without(banned: list[int]) -> list[list[int]]:
+    """The most probable tokens but for one of each row."""
+    rows = iter(range(10**9))
+
+    def choose(logits: np.ndarray, _: list[int]) -> int:
+        allowed = logits.copy()
+        allowed[banned[next(rows) % len(banned)]] -= 100
+        return int(allowed.argmax())
+
+    return decoded(PROMPTS, 16, choose)
