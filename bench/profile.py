@@ -11,8 +11,8 @@ import jax
 
 from bench.parts import part_of
 
-# (scope path, or the name of the HLO instruction where XLA gives none; microseconds)
-Event = tuple[str, float]
+# (names under which to look for the kernel's scope, best first; microseconds)
+Event = tuple[tuple[str, ...], float]
 
 
 def device_kernels(
@@ -37,9 +37,10 @@ def device_kernels(
 
 def _events(line: Any) -> Iterable[Event]:
     for event in line.events:
-        stats = {str(k): v for k, v in event.stats}
-        name = stats.get("name") or stats.get("hlo_op") or event.name
-        yield str(name), event.duration_ns / 1e3
+        stats = {str(k): str(v) for k, v in event.stats}
+        # inside a graph the statistics name the whole graph, the kernel only itself
+        names = (event.name, stats.get("hlo_op", ""), stats.get("name", ""))
+        yield names, event.duration_ns / 1e3
 
 
 def time_by_part(
@@ -48,9 +49,14 @@ def time_by_part(
     """Milliseconds per round of each (part, phase), and kernels per round."""
     scopes = op_names(hlo)
     totals: dict[tuple[str, str], float] = collections.Counter()
-    for name, microseconds in events:
-        scope = scopes.get(_kernel_name(name), name)
-        totals[part_of(scope)] += microseconds / rounds / 1e3
+    unknown: dict[str, float] = collections.Counter()
+    for names, microseconds in events:
+        found = (scopes.get(_kernel_name(name)) for name in names)
+        part = part_of(next((scope for scope in found if scope), names[-1]))
+        totals[part] += microseconds / rounds / 1e3
+        if part[0] == "other":
+            unknown[names[0]] += microseconds / rounds / 1e3
+    print(f"{len(scopes)} scoped instructions; without a part, ms:", unknown.most_common(8))
     return dict(totals), round(len(events) / rounds)
 
 
@@ -85,5 +91,5 @@ def op_names(hlo: str) -> dict[str, str]:
 
 
 def _kernel_name(instruction: str) -> str:
-    """The name XLA gives the kernel of an instruction."""
-    return re.sub(r"[^A-Za-z0-9_]", "_", instruction)
+    """The name XLA gives the kernel of an instruction; several kernels of one are numbered."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", re.sub(r"__\d+$", "", instruction))
