@@ -31,7 +31,8 @@ def forward(
         tokens: ids.
         mask: [B, T], 1 where a token is and 0 where there is padding, before or behind the tokens
             but not among them. Padding changes no other logits; its own are 0.
-        rope_positions: (temporal, height, width) positions; by default those of text.
+        rope_positions: (temporal, height, width) positions of the same places as `tokens`; by
+            default those of text.
         capture: names or patterns of internals to return, see `qwen4jax.layers.capture.NAMES`;
             `layer03.indexer.selected`, `layer*.residual`.
 
@@ -70,7 +71,10 @@ def _forward(
 ) -> tuple[Float[Array, "B T V"], dict[str, Array]]:
     rows, length = tokens.shape
     place = jnp.arange(length)
-    aligned = jnp.take_along_axis(tokens, (place + offset[:, None]) % length, axis=1)
+    shifted = (place + offset[:, None]) % length
+    aligned = jnp.take_along_axis(tokens, shifted, axis=1)
+    if rope_positions is not None:
+        rope_positions = jnp.take_along_axis(rope_positions, shifted[..., None], axis=1)
     state = init_state(params.config, slots=rows, max_length=length, drafts=0)
     taps = Capture(capture)
     _, pending = step(
