@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def _loaded() -> Params:
 
 
 @functools.cache
-def t0(share: IndexShare = "fresh") -> Params:
+def t0(share: IndexShare = "fresh") -> Any:
     """The golden T0, its later draft steps selecting as `share` says."""
     params = _loaded()
     return params.replace(config=params.config.replace(ablation=Ablation(share)))
@@ -121,7 +121,8 @@ def fed(
     return prefill(t0(), state, padded, range(SLOTS), chunk=CHUNK)
 
 
-class HostBurst(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HostBurst:
     """A `Burst` in NumPy."""
 
     tokens: np.ndarray
@@ -154,6 +155,7 @@ class Play:
         self.params, self.drafts, self.requests = params, drafts, list(requests)
         done = [()] * len(requests) if done is None else done
         rows = [[*r.prompt, *d] for r, d in zip(requests, done, strict=True)]
+        self.state: Any
         self.state, hidden = fed(params, drafts, rows)
         self.ids: list[list[int]] = [list(d) for d in done]
         self.reasons = [FinishReason.NONE] * len(requests)
@@ -208,7 +210,8 @@ class Play:
         return self.ids
 
     def _take(self, burst: Burst) -> HostBurst:
-        host = HostBurst(*(np.asarray(getattr(burst, name)) for name in HostBurst._fields))
+        names = [field.name for field in dataclasses.fields(HostBurst)]
+        host = HostBurst(**{name: np.asarray(getattr(burst, name)) for name in names})
         for i, ids in enumerate(self.ids):
             ids += host.tokens[i, : host.count[i]].tolist()
             if host.finished[i]:
@@ -264,9 +267,9 @@ def live(state: DecodeState, slot: int) -> dict[str, np.ndarray]:
     pages = get.page_table[slot]
     rows = length if get.token[slot] >= 0 else length - 1
     names = ("length", "token", "rope_delta", "ngram_ids", "residual")
-    found = {name: getattr(get, name)[slot] for name in names}
+    found: dict[str, Any] = {name: getattr(get, name)[slot] for name in names}
 
-    def last(ring: np.ndarray, end: int) -> np.ndarray:
+    def last(ring: Any, end: int) -> np.ndarray:
         kept = np.arange((end - 1) // RATIO * RATIO, end)
         return ring[slot, kept % ring.shape[1]]
 
@@ -312,7 +315,8 @@ def assert_same_live(
     for slot, other in zip(slots, want_slots or slots, strict=True):
         ours, theirs = live(got, slot), live(want, other)
         if drafts:
-            ours["drafts"], theirs["drafts"] = got.drafts[slot], want.drafts[other]
+            ours["drafts"] = np.asarray(got.drafts[slot])
+            theirs["drafts"] = np.asarray(want.drafts[other])
         for name, value in theirs.items():
             what = f"slot {slot}: {name}"
             if np.issubdtype(value.dtype, np.integer):

@@ -95,7 +95,7 @@ def test_the_draft_heads_rows_are_those_of_the_reference():
     ],
 )
 def test_a_prompt_that_does_not_fit_is_named_before_any_is_fed(prompts: Any, message: str):
-    state = new_state(t0(), 3)
+    state: Any = new_state(t0(), 3)
     state = state.replace(length=state.length.at[1].set(3))
     with pytest.raises(ValueError, match=message):
         prefill(t0(), state, prompts, [0, 1])

@@ -189,7 +189,7 @@ def test_shared_steps_select_nothing_and_store_their_keys(share: str, selections
         "keys": 3 - selections,
         "stored": 4,
     }
-    compiled = traced.lower().compile().as_text()
+    compiled = str(traced.lower().compile().as_text())
     operations = [line for line in compiled.splitlines() if "index_topk" in line]
     steps = {name for name in ("draft_1", "draft_2") if any(name in op for op in operations)}
     assert any("draft_extend" in op for op in operations)
