@@ -11,6 +11,7 @@ One JSON line per run goes to `bench/results/<device>/decode.jsonl`.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -102,26 +103,21 @@ def measure(args, config, params, state) -> dict:
     compiled = bench_round.lower(params, *carry).compile()
     compile_s = time.time() - begun
     print(f"compiled in {compile_s:.1f} s", flush=True)
-    hlo = compiled.as_text()
-    for _ in range(3):
-        *carry, burst = compiled(params, *carry)
-    jax.block_until_ready(burst)
-    group, walls, hosts, given = 20, [], [], []
-    for _ in range(max(args.rounds // group, 1)):
-        begun, bursts = time.perf_counter(), []
-        for _ in range(group):
-            called = time.perf_counter()
-            *carry, burst = compiled(params, *carry)
-            hosts.append(time.perf_counter() - called)
-            bursts.append(burst.count)
-        jax.block_until_ready(burst)
-        walls.append((time.perf_counter() - begun) / group)
-        given += [float(np.mean(np.asarray(n))) for n in bursts]
+    run = lambda c: compiled(params, *c)  # noqa: E731
+    # the first rounds build the graph
+    carry, _ = queue_rounds(run, carry, 3)
+    groups = []
+    for _ in range(max(args.rounds // GROUP, 1)):
+        carry, group = queue_rounds(run, carry, GROUP)
+        groups.append(group)
+    walls = [g.wall_s for g in groups]
+    hosts = [s for g in groups for s in g.host_s]
+    given = [n for g in groups for n in g.tokens]
     round_ms = statistics.median(walls) * 1e3
     parts, kernels = {}, None
     if not args.no_profile:
-        events, carry = device_kernels(lambda c: compiled(params, *c)[:4], tuple(carry), rounds=3)
-        parts, kernels = time_by_part(events, hlo, rounds=3)
+        events = device_kernels(lambda c: run(c)[:4], carry, rounds=3)
+        parts, kernels = time_by_part(events, compiled.as_text() or "", rounds=3)
     floor = floor_parts(
         config,
         batch=batch,
@@ -166,6 +162,29 @@ def measure(args, config, params, state) -> dict:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rounds queued one behind the other: seconds per round, of each dispatch, tokens given."""
+
+    wall_s: float
+    host_s: list[float]
+    tokens: list[float]
+
+
+def queue_rounds(run, carry, rounds: int) -> tuple[tuple, Group]:
+    """Dispatches rounds without waiting between them, then waits for the last."""
+    begun, hosts, counts = time.perf_counter(), [], []
+    for _ in range(rounds):
+        called = time.perf_counter()
+        *carry, burst = run(carry)
+        hosts.append(time.perf_counter() - called)
+        counts.append(burst.count)
+    jax.block_until_ready(counts)
+    wall = (time.perf_counter() - begun) / rounds
+    return tuple(carry), Group(wall, hosts, [float(np.mean(np.asarray(n))) for n in counts])
+
+
+GROUP = 20
 PHASES = ("verify", "commit", "draft")
 
 
@@ -214,7 +233,7 @@ def write(record: dict, out: str | None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", choices=("flash_next", "tiny"), default="flash_next")
     parser.add_argument("--layers", type=int, default=48, help="of flash_next; a multiple of 4")
     parser.add_argument("--experts", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")

@@ -15,9 +15,7 @@ from bench.parts import part_of
 Event = tuple[tuple[str, ...], float]
 
 
-def device_kernels(
-    run: Callable[[Any], Any], carry: Any, *, rounds: int
-) -> tuple[list[Event], Any]:
+def device_kernels(run: Callable[[Any], Any], carry: Any, *, rounds: int) -> list[Event]:
     """Runs `carry = run(carry)` under the profiler; every kernel of the first device."""
     folder = tempfile.mkdtemp(prefix="profile-")
     with jax.profiler.trace(folder):
@@ -32,7 +30,7 @@ def device_kernels(
                 for line in plane.lines:
                     if "Stream" in line.name:
                         events += list(_events(line))
-    return events, carry
+    return events
 
 
 def _events(line: Any) -> Iterable[Event]:
@@ -48,8 +46,8 @@ def time_by_part(
 ) -> tuple[dict[tuple[str, str], float], int]:
     """Milliseconds per round of each (part, phase), and kernels per round."""
     scopes = op_names(hlo)
-    totals: dict[tuple[str, str], float] = collections.Counter()
-    unknown: dict[str, float] = collections.Counter()
+    totals: collections.Counter[tuple[str, str]] = collections.Counter()
+    unknown: collections.Counter[str] = collections.Counter()
     for names, microseconds in events:
         found = (scopes.get(_kernel_name(name)) for name in names)
         part = part_of(next((scope for scope in found if scope), names[-1]))

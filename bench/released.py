@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
+from qwen4jax.config import LINEAR, SPARSE, Config, ExpertFormat, Quantization
 from qwen4jax.params import Params, declare, init_params, tensors
 from qwen4jax.state import DecodeState, abstract_state, init_state
 
@@ -16,7 +16,7 @@ STAND_IN_ROWS = 1_250_000
 GB = 1e9
 
 
-def released_config(*, layers: int = 48, experts: str = "nvfp4") -> Config:
+def released_config(*, layers: int = 48, experts: ExpertFormat = "nvfp4") -> Config:
     """Qwen3.8-Flash-Next as an NVFP4 checkpoint stores it, with fewer layers and n-gram rows."""
     return Config.flash_next(
         num_hidden_layers=layers,

@@ -1,4 +1,7 @@
-"""All measured rounds of a device as one table: `python -m bench.report > bench/results/<device>/README.md`."""
+"""All measured rounds of a device as tables.
+
+python -m bench.report > bench/results/nvidia-h200/README.md
+"""
 
 import argparse
 import json

@@ -96,7 +96,7 @@ def newest(device: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="nvidia-h200", help="folder under bench/results")
     parser.add_argument("--floor-only", action="store_true")
     parser.add_argument("--batch", type=int, default=1)

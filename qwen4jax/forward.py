@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import SPARSE
@@ -44,9 +45,9 @@ def forward(
         ValueError: an id is out of range, a mask has a hole, a name is unknown; it is named.
     """
     config = params.config
-    if not isinstance(tokens, jax.core.Tracer):
-        tokens = check_ids(tokens, config.vocab_size)
-    rows, length = tokens.shape
+    # inside another transformation the ids are not known
+    ids = tokens if isinstance(tokens, Tracer) else check_ids(tokens, config.vocab_size)
+    rows, length = ids.shape
     if length > config.max_position_embeddings:
         raise ValueError(
             f"tokens: {length} positions are over max_position_embeddings="
@@ -55,8 +56,8 @@ def forward(
     check_capture(params, capture)
     offset, count = jnp.zeros(rows, jnp.int32), jnp.full(rows, length, jnp.int32)
     if mask is not None:
-        offset, count = (jnp.asarray(x, jnp.int32) for x in _bounds(mask, tokens.shape))
-    logits, captured = _forward(params, tokens, offset, count, rope_positions, tuple(capture))
+        offset, count = (jnp.asarray(x, jnp.int32) for x in _bounds(mask, ids.shape))
+    logits, captured = _forward(params, ids, offset, count, rope_positions, tuple(capture))
     return (logits, captured) if capture else logits
 
 

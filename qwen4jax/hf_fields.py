@@ -119,7 +119,7 @@ def _read_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layer_types(raw: dict[str, Any]) -> tuple[str, ...]:
-    count = raw.get("num_hidden_layers")
+    count: Any = raw.get("num_hidden_layers")
     if not positive_int(count) or count > _MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers: {count!r} is not an integer in 1..{_MOST_LAYERS}")
     interval = raw.get("full_attention_interval")

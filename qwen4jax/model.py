@@ -21,8 +21,7 @@ from qwen4jax.span import Span, make_span
 from qwen4jax.state import DecodeState, DeltaNetState
 
 
-@struct.dataclass
-class Pending:
+class Pending(struct.PyTreeNode):
     """What a step leaves to its commit.
 
     Attributes:

@@ -56,8 +56,7 @@ def _tensor(init: str = "normal", *, when: str | None = None, form: str | None =
     return dataclasses.field(metadata=extras)
 
 
-@struct.dataclass
-class GatedResidual:
+class GatedResidual(struct.PyTreeNode):
     """Reads of and injections into the residual streams (spec section 4)."""
 
     hc_norm: Float[Array, "stream_hidden"] = _tensor("zeros")
@@ -66,8 +65,7 @@ class GatedResidual:
     block_inject_weight: Float[Array, "streams stream_hidden"] = _tensor()
 
 
-@struct.dataclass
-class FinalMixer:
+class FinalMixer(struct.PyTreeNode):
     """The last read of the streams; injects nothing."""
 
     hc_norm: Float[Array, "stream_hidden"] = _tensor("zeros")
@@ -75,8 +73,7 @@ class FinalMixer:
     input_mix_weight_up: Float[Array, "stream_hidden lowrank"] = _tensor()
 
 
-@struct.dataclass
-class GatedDeltaNet:
+class GatedDeltaNet(struct.PyTreeNode):
     """Linear attention (spec section 6)."""
 
     in_proj_qkv: Float[Array, "linear_qkv hidden"] = _tensor()
@@ -90,8 +87,7 @@ class GatedDeltaNet:
     out_proj: Float[Array, "hidden linear_value"] = _tensor()
 
 
-@struct.dataclass
-class Indexer:
+class Indexer(struct.PyTreeNode):
     """Ranks blocks of keys for the sparse attention (spec section 7.2)."""
 
     index_qk_proj: Float[Array, "index_qk hidden"] = _tensor()
@@ -99,8 +95,7 @@ class Indexer:
     k_layernorm: Float[Array, "index_head_dim"] = _tensor("zeros")
 
 
-@struct.dataclass
-class SparseAttention:
+class SparseAttention(struct.PyTreeNode, kw_only=True):
     """Qwen Sparse Attention (spec section 7); rows of `q_proj` are (query, gate) per head."""
 
     q_proj: Float[Array, "query_gate hidden"] = _tensor()
@@ -116,8 +111,7 @@ class SparseAttention:
     o_proj_bias: Float[Array, "hidden"] | None = _tensor("zeros", when="attention_bias")
 
 
-@struct.dataclass
-class SharedExpert:
+class SharedExpert(struct.PyTreeNode):
     """The expert every token passes."""
 
     gate_proj: Float[Array, "shared_hidden hidden"] = _tensor()
@@ -125,16 +119,14 @@ class SharedExpert:
     down_proj: Float[Array, "hidden shared_hidden"] = _tensor()
 
 
-@struct.dataclass
-class Experts:
+class Experts(struct.PyTreeNode):
     """The routed experts, plain or in a stored form of `quant.py`; axis 1 is (gate, up)."""
 
     gate_up_proj: Float[Array, "experts gate_up expert_hidden hidden"] = _tensor(form="experts")
     down_proj: Float[Array, "experts hidden expert_hidden"] = _tensor(form="experts")
 
 
-@struct.dataclass
-class MixtureOfExperts:
+class MixtureOfExperts(struct.PyTreeNode, kw_only=True):
     """Router, routed experts and the gated shared expert (spec section 8)."""
 
     gate: Float[Array, "experts hidden"] = _tensor()
@@ -143,8 +135,7 @@ class MixtureOfExperts:
     shared_expert_gate: Float[Array, "one hidden"] = _tensor()
 
 
-@struct.dataclass
-class PerLayerEmbedding:
+class PerLayerEmbedding(struct.PyTreeNode):
     """The n-gram embedding of one layer (spec section 5)."""
 
     ngram_embedding: Float[Array, "ngram_rows ngram_width"] = _tensor(form="ngram_embedding")
@@ -156,8 +147,7 @@ class PerLayerEmbedding:
     conv1d: Float[Array, "stream_hidden ple_taps"] = _tensor()
 
 
-@struct.dataclass
-class Layer:
+class Layer(struct.PyTreeNode):
     """One decoder layer: either kind of attention, experts, and for some an n-gram embedding."""
 
     attn_hyper_connection: GatedResidual
@@ -168,8 +158,7 @@ class Layer:
     ple: PerLayerEmbedding | None
 
 
-@struct.dataclass
-class MultiTokenPrediction:
+class MultiTokenPrediction(struct.PyTreeNode, kw_only=True):
     """The one-layer draft head (spec section 9); embedding and head are the main model's."""
 
     fc_embedding: Float[Array, "hidden hidden_in"] = _tensor()
@@ -180,8 +169,7 @@ class MultiTokenPrediction:
     hyper_connection_mixer: FinalMixer
 
 
-@struct.dataclass
-class Params:
+class Params(struct.PyTreeNode):
     """All parameters, with the configuration they belong to as static data."""
 
     embed_tokens: Float[Array, "vocab hidden"]
@@ -232,13 +220,14 @@ def declare(config: Config) -> Params:
     """The declarations of every tensor of `config`'s model, without allocating anything."""
     q = config.quantization
     sizes = axis_sizes(config)
-    head = None if config.tie_word_embeddings else _plain(config, sizes, "vocab hidden", "normal")
+    # typed as what the trees hold later: a `Tensor` stands where an array will
+    embedding: Any = _plain(config, sizes, "vocab hidden", "normal")
     mtp = None
     if config.mtp_num_hidden_layers:
         layer = _declare_layer(config, linear=False, ple_index=None, experts=q.mtp_experts)
         mtp = _declare(MultiTokenPrediction, config, sizes, layers=(layer,))
     return Params(
-        embed_tokens=_plain(config, sizes, "vocab hidden", "normal"),
+        embed_tokens=embedding,
         layers=tuple(
             _declare_layer(
                 config, linear=kind == LINEAR, ple_index=config.ple_index(i), experts=q.experts
@@ -246,7 +235,7 @@ def declare(config: Config) -> Params:
             for i, kind in enumerate(config.layer_types)
         ),
         hyper_connection_mixer=_declare(FinalMixer, config, sizes),
-        lm_head=head,
+        lm_head=None if config.tie_word_embeddings else embedding,
         mtp=mtp,
         config=config,
     )
@@ -264,7 +253,7 @@ def _declare(cls: type, config: Config, sizes: dict[str, int], experts: str = "b
     """An instance of a block whose leaves are `Tensor`s; `given` fields are taken as they are."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        kind = _without_none(field.type)
+        kind: Any = _without_none(field.type)
         if field.name in given:
             values[field.name] = given[field.name]
         elif dataclasses.is_dataclass(kind):

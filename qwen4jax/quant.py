@@ -16,8 +16,7 @@ NVFP4_GROUP = 16
 FP8_BLOCK = 128
 
 
-@struct.dataclass
-class Nvfp4:
+class Nvfp4(struct.PyTreeNode):
     """Matrices `[..., O, I]` as packed E2M1 with e4m3 group scales and a float32 scale.
 
     `w[..., o, i] = e2m1(code) * weight_scale[..., o, i // 16] * weight_scale_2[...]`
@@ -49,8 +48,7 @@ class Nvfp4:
         return (codes * scale * self.weight_scale_2[..., None, None]).astype(dtype)
 
 
-@struct.dataclass
-class BlockFp8:
+class BlockFp8(struct.PyTreeNode):
     """Matrices `[..., O, I]` in e4m3 with one scale per 128 x 128 block; edge blocks are partial.
 
     `w[..., o, i] = weight[..., o, i] * weight_scale_inv[..., o // 128, i // 128]`
@@ -77,8 +75,7 @@ class BlockFp8:
         return (self.weight.astype(jnp.float32) * scale).astype(dtype)
 
 
-@struct.dataclass
-class ScaledTable:
+class ScaledTable(struct.PyTreeNode):
     """An embedding table [rows, width] in e4m3 with one scale.
 
     A row's value is `bf16(weight) * bf16(weight_scale)` rounded to bfloat16, as public engines

@@ -5,11 +5,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax.config import Config
-from qwen4jax.state import DecodeState
+from qwen4jax.state import AttentionCache, DecodeState
 
 
-@struct.dataclass
-class Span:
+class Span(struct.PyTreeNode):
     """The next tokens of every row: `T` places of which the first `count` are filled.
 
     Places past the end of an array mark what is not there: writers drop them.
@@ -168,5 +167,5 @@ def physical(
 
 
 def _page_count(state: DecodeState) -> int:
-    caches = [c for c in (*state.layers, state.mtp) if hasattr(c, "index_key")]
+    caches = [c for c in (*state.layers, state.mtp) if isinstance(c, AttentionCache)]
     return caches[0].key.shape[0] if caches else 0

@@ -25,8 +25,7 @@ DEFAULT_PAGE_SIZE = 64
 MAX_DRAFT = 7
 
 
-@struct.dataclass
-class AttentionCache:
+class AttentionCache(struct.PyTreeNode):
     """What one sparse-attention layer keeps.
 
     Attributes:
@@ -43,8 +42,7 @@ class AttentionCache:
     ring: Float[Array, "slots ring index_head_dim"]
 
 
-@struct.dataclass
-class DeltaNetState:
+class DeltaNetState(struct.PyTreeNode):
     """What one Gated DeltaNet layer keeps.
 
     Attributes:
@@ -56,8 +54,7 @@ class DeltaNetState:
     recurrent: Float[Array, "slots linear_value_heads linear_key_head_dim linear_value_head_dim"]
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """The state of `slots` requests.
 
     Attributes:

@@ -32,8 +32,7 @@ from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, put_slots, take_slots
 
 
-@struct.dataclass
-class Burst:
+class Burst(struct.PyTreeNode):
     """What a round gives each slot.
 
     Attributes:

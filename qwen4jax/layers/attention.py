@@ -96,8 +96,7 @@ def _select(
     return cache, chosen
 
 
-@struct.dataclass
-class FrozenSelection:
+class FrozenSelection(struct.PyTreeNode):
     """A selection that later draft steps reuse (index sharing, spec section 9.5).
 
     Attributes:

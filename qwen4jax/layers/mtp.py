@@ -16,8 +16,7 @@ from qwen4jax.span import Span
 from qwen4jax.state import AttentionCache
 
 
-@struct.dataclass
-class DraftRows:
+class DraftRows(struct.PyTreeNode):
     """Rows of the draft head.
 
     Attributes:

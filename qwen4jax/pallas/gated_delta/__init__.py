@@ -20,8 +20,7 @@ from qwen4jax.pallas.gated_delta import reference
 from qwen4jax.state import DeltaNetState
 
 
-@struct.dataclass
-class Weights:
+class Weights(struct.PyTreeNode):
     """Weights of the operation: convolution taps (oldest first), decay, step bias, output norm."""
 
     conv1d: Float[Array, "C J"]
@@ -30,8 +29,7 @@ class Weights:
     norm: Float[Array, " E"]
 
 
-@struct.dataclass
-class Factors:
+class Factors(struct.PyTreeNode):
     """What the tokens of a speculative step add to the state.
 
     Attributes:

@@ -120,8 +120,8 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         return jnp.moveaxis(x.reshape(rows, number, size, *x.shape[2:]), 1, 0)
 
     def body(s, chunk):
-        out, delta = one_chunk(*chunk, s)
-        _, k, _, decay, _ = chunk
+        q, k, v, decay, beta = chunk
+        out, delta = one_chunk(q, k, v, decay, beta, s)
         return advance(s, k, delta, decay), out
 
     recurrent_state, out = jax.lax.scan(
