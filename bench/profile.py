@@ -46,15 +46,18 @@ def time_by_part(
 ) -> tuple[dict[tuple[str, str], float], int]:
     """Milliseconds per round of each (part, phase), and kernels per round."""
     scopes = op_names(hlo)
-    totals: collections.Counter[tuple[str, str]] = collections.Counter()
-    unknown: collections.Counter[str] = collections.Counter()
+    totals: dict[tuple[str, str], float] = collections.defaultdict(float)
+    unknown: dict[str, float] = collections.defaultdict(float)
     for names, microseconds in events:
         found = (scopes.get(_kernel_name(name)) for name in names)
         part = part_of(next((scope for scope in found if scope), names[-1]))
         totals[part] += microseconds / rounds / 1e3
         if part[0] == "other":
             unknown[names[0]] += microseconds / rounds / 1e3
-    print(f"{len(scopes)} scoped instructions; without a part, ms:", unknown.most_common(8))
+    print(
+        f"{len(scopes)} scoped instructions; without a part, ms:",
+        sorted(unknown.items(), key=lambda item: -item[1])[:8],
+    )
     return dict(totals), round(len(events) / rounds)
 
 

@@ -2,7 +2,7 @@
 
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.params import init_params
 from qwen4jax.weights.load import load
 

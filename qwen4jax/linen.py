@@ -14,7 +14,7 @@ from flax import linen as nn
 from jaxtyping import Array, Int
 
 from qwen4jax.config import Config
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.params import Params, declare, init_params
 from qwen4jax.quant import Nvfp4
 
@@ -44,7 +44,7 @@ class Qwen4Exp(nn.Module):
         rope_positions: Int[Array, "B T 3"] | None = None,
         capture: Sequence[str] = (),
     ) -> Any:
-        """Logits of every position; arguments and results are those of `qwen4jax.forward`."""
+        """Logits of every position; arguments and results are those of `qwen4jax.forward_pass`."""
         if self.is_initializing():
             seed: Any = jax.random.bits(self.make_rng("params"))
             fresh = to_variables(init_params(self.config, seed))["params"]

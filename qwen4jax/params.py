@@ -249,7 +249,7 @@ def _declare_layer(config: Config, *, linear: bool, ple_index: int | None, exper
     return _declare(Layer, config, sizes, experts=experts, **skipped)
 
 
-def _declare(cls: type, config: Config, sizes: dict[str, int], experts: str = "bf16", **given: Any):
+def _declare(cls: Any, config: Config, sizes: dict[str, int], experts: str = "bf16", **given: Any):
     """An instance of a block whose leaves are `Tensor`s; `given` fields are taken as they are."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from qwen4jax.config import Config
 from qwen4jax.decode.prefill import decode_token, logits_of, prefill
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.params import count_parameters, declare
 from qwen4jax.state import init_state
 from qwen4jax.weights.load import load

@@ -12,11 +12,11 @@ PACKAGE = ROOT / "qwen4jax"
 
 # Lowest first: a module imports from its own rank or from one before it.
 RANKS = (
-    ("config", "hf_fields", "ablation", "ngram", "shapes"),
-    ("params", "state", "quant", "sharding"),
+    ("config", "hf_fields", "ablation", "ngram"),
+    ("params", "state", "quant", "sharding", "numerics", "span"),
     ("pallas",),
     ("layers",),
-    ("model", "linen"),
+    ("model", "forward_pass", "linen"),
     ("weights",),
     ("decode",),
     ("data", "train"),

@@ -9,7 +9,7 @@ import pytest
 from flax.core import freeze
 
 from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.linen import Qwen4Exp, from_variables, to_variables
 from qwen4jax.params import declare, init_params
 from tests.golden.cases import read_case

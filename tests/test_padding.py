@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qwen4jax.decode.prefill import decode_token, prefill_chunk
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.model import step
 from qwen4jax.span import make_span
 from qwen4jax.state import assign_pages, init_state, reset_slots, take_slots

@@ -6,7 +6,7 @@ import pytest
 
 from qwen4jax.config import Config
 from qwen4jax.decode.prefill import logits_of, prefill_chunk
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.hf_fields import ConfigError
 from qwen4jax.pallas.ple import ngram_rows
 from qwen4jax.pallas.ple.cases import SMALL_HASH

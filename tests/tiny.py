@@ -11,7 +11,7 @@ import numpy as np
 
 from qwen4jax.config import LINEAR, SPARSE, Config, RopeParameters
 from qwen4jax.decode.prefill import decode_token, feed
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.model import head
 from qwen4jax.params import Params, declare
 from qwen4jax.state import AttentionCache, DecodeState, init_state

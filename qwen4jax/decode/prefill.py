@@ -127,12 +127,14 @@ def prefill(
     """
     lengths = np.asarray([len(p) for p in prompts])
     fed = np.asarray(state.length)[np.asarray(slots)]
+    # pages may round a slot up past the longest context
+    room = min(state.capacity, params.config.max_position_embeddings)
     for row, (old, new) in enumerate(zip(fed, lengths, strict=True)):
         if new < 1:
             raise ValueError(f"prompts[{row}]: is empty")
-        if old + new > state.capacity:
+        if old + new > room:
             raise ValueError(
-                f"prompts[{row}]: {new} tokens after {old} do not fit a slot of {state.capacity}"
+                f"prompts[{row}]: {new} tokens after {old} do not fit a slot of {room}"
             )
     where = jnp.asarray(slots, jnp.int32)
     result: Any = None

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from qwen4jax.config import SPARSE
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.layers import attention
 from qwen4jax.layers.capture import Capture
 from qwen4jax.model import draft_step, head, read_out, step

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen4jax.config import Config
-from qwen4jax.forward import forward
+from qwen4jax.forward_pass import forward
 from qwen4jax.span import make_span, physical, rope_table
 from qwen4jax.state import abstract_state
 from tests import oracle, tiny

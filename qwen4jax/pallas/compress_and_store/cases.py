@@ -1,5 +1,7 @@
 """Cases of norm, rotation and cache writes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +81,7 @@ def _case(
             rng, config, start, count, places, page_size=page_size, images=images, holes=holes
         )
         at = (len(start), places)
-        given = dict(span=span)
+        given: dict[str, Any] = dict(span=span)
         if function != "store":
             norm = normal(rng, (width[function],), dtype, 0.2)
             given |= dict(norm=norm, eps=config.rms_norm_eps)

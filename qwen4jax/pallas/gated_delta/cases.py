@@ -1,5 +1,7 @@
 """Cases of Gated DeltaNet."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +16,7 @@ _UNEVEN = (1, 3, 8, 16)
 _RELEASED = (16, 48, 128, 128)
 
 
-def _arguments(rng, rows, places, heads, dtype, strength=1.0):
+def _arguments(rng, rows, places, heads, dtype, strength=1.0) -> dict[str, Any]:
     key_heads, value_heads, key, value = heads
     width = 2 * key_heads * key + value_heads * value
     weights = Weights(

@@ -1,12 +1,23 @@
 """Cases of the gated residual."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from qwen4jax.pallas.cases import BF16, F32, Case, normal, weight
 
 
 def _mix(
-    name, rows, streams, hidden, rank, dtype=F32, *, inject=True, scale=1.0, device_only=False
+    name,
+    rows,
+    streams,
+    hidden,
+    rank,
+    dtype=F32,
+    *,
+    inject=True,
+    scale: Any = 1.0,
+    device_only=False,
 ):
     def build(rng):
         width = streams * hidden

@@ -1,0 +1,317 @@
+"""Continuous batching: requests through a fixed number of slots, one compiled round at a time.
+
+The host keeps one round in flight: the next is dispatched before the last one's tokens are read,
+so it learns of an end one round late. On the device the row has stopped by then, by ids and
+lengths; a stop string is found by the host, which cuts the text and lets the extra round go.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from qwen4jax.decode.compiling import clock
+from qwen4jax.decode.portable import graft
+from qwen4jax.decode.prefill import feed
+from qwen4jax.decode.requests import Request
+from qwen4jax.decode.round import Burst, begin, run_round
+from qwen4jax.decode.sampling import Row, make_controls
+from qwen4jax.decode.stopping import Controls, FinishReason, StopStrings, set_row
+from qwen4jax.decode.text import StreamDecoder, Tokenizer
+from qwen4jax.model import read_out
+from qwen4jax.params import Params
+from qwen4jax.state import DecodeState, init_state, put_slots, reset_slots, take_slots
+
+# rows of a prefill step; more would keep the running rows waiting longer
+_PREFILL_ROWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What a request gained.
+
+    Attributes:
+        request: number of the request, in the order they were given.
+        token_ids: new ids.
+        logprobs: of each, if asked for.
+        text: new text that is certain; empty without a tokenizer.
+        finish_reason: None while it runs.
+    """
+
+    request: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a compilation depends on besides the model.
+
+    Attributes:
+        slots: requests that run together.
+        max_length: tokens a slot can hold.
+        drafts: per round, 0 to 7.
+        chunk: prompt tokens of each row in one prefill step.
+        kv_dtype: of keys and values; None is the model's.
+    """
+
+    slots: int
+    max_length: int
+    drafts: int
+    chunk: int
+    kv_dtype: str | None = None
+
+
+class _Running:
+    """A request in a slot."""
+
+    def __init__(self, number: int, request: Request, slot: int, tokenizer: Tokenizer | None):
+        self.number, self.request, self.slot = number, request, slot
+        self.to_feed = list(request.ids)
+        self.ids: list[int] = []
+        self.rounds = 0
+        self.done = False
+        self.reason = ""
+        self.times = {"admitted": _now()}
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._stops = StopStrings(request.sampling.stop)
+
+    def take(self, ids: Sequence[int], logprobs: Any, reason: FinishReason) -> Delta:
+        """Adds a burst, up to the token in which a stop string is complete."""
+        text, taken = "", []
+        for token in ids:
+            taken.append(int(token))
+            if self._decoder is not None:
+                text += self._stops.feed(self._decoder.feed([token]))
+            if self._stops.found is not None:
+                reason = FinishReason.STOP
+                break
+        if reason and self._decoder is not None:
+            text += self._stops.feed(self._decoder.flush()) + self._stops.finish()
+        self.ids += taken
+        self.done, self.reason = bool(reason), reason.public or ""
+        self.times.setdefault("first", _now())
+        if self.done:
+            self.times["last"] = _now()
+        kept = None if logprobs is None else [float(x) for x in logprobs[: len(taken)]]
+        return Delta(self.number, taken, kept, text, reason.public)
+
+    def seconds(self, start: str, end: str) -> float:
+        """Seconds between two of its moments, without those spent compiling."""
+        (a, compiled_a), (b, compiled_b) = self.times[start], self.times[end]
+        return max(b - a - (compiled_b - compiled_a), 0.0)
+
+
+class Engine:
+    """Runs requests through slots on one device.
+
+    Attributes:
+        running: requests by slot.
+        finished: requests that have ended, by number.
+        rounds: rounds dispatched.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        sizes: Sizes,
+        mode: Controls,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: Sequence[int] = (),
+        logprobs: bool = False,
+        source: DecodeState | None = None,
+    ):
+        """An engine with all slots free.
+
+        Args:
+            params: of the model.
+            sizes: of the compiled programs.
+            mode: controls whose mode serves every request to come.
+            tokenizer: for texts and stop strings.
+            eos_ids: that end a request.
+            logprobs: whether deltas have them.
+            source: a state of one slot that every request continues.
+        """
+        self.params, self.sizes, self.mode = params, sizes, mode
+        self.running: dict[int, _Running] = {}
+        self.finished: dict[int, _Running] = {}
+        self.rounds = 0
+        self._tokenizer, self._eos_ids, self._logprobs = tokenizer, tuple(eos_ids), logprobs
+        self._source = source
+        self._history = 0 if source is None else int(source.length[0])
+        self.state = init_state(
+            params.config,
+            slots=sizes.slots,
+            max_length=sizes.max_length,
+            drafts=sizes.drafts,
+            kv_dtype=sizes.kv_dtype,
+        )
+        vocab = params.config.vocab_size
+        self._controls = make_controls([], sizes.slots, vocab, like=mode)
+        self._active = jnp.zeros(sizes.slots, bool)
+        self._unread: collections.deque[tuple[list[_Running], Burst]] = collections.deque()
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        """Serves all requests, as slots free up and in their order; deltas as they come."""
+        waiting = collections.deque(enumerate(requests))
+        while waiting or self.running:
+            while waiting and len(self.running) < self.sizes.slots:
+                self.admit(*waiting.popleft())
+            yield from self.advance()
+
+    def admit(self, number: int, request: Request) -> None:
+        """Puts a request in a free slot."""
+        slot = next(s for s in range(self.sizes.slots) if s not in self.running)
+        row = Row(
+            request.sampling,
+            self._history + len(request.ids),
+            prompt_ids=request.ids,
+            sample=request.sample,
+        )
+        controls = make_controls(
+            [row],
+            1,
+            self.params.config.vocab_size,
+            eos_ids=self._eos_ids,
+            max_length=min(self.state.capacity, self.params.config.max_position_embeddings),
+            like=self.mode,
+        )
+        self.state, self._controls = _occupy(
+            self.params, self.state, self._controls, self._source, jnp.int32(slot), controls
+        )
+        self.running[slot] = _Running(number, request, slot, self._tokenizer)
+
+    def advance(self) -> Iterator[Delta]:
+        """One step: a chunk of prompts, the next round, and what the round before it gave."""
+        self._prefill()
+        decoding = [r for r in self.running.values() if "begun" in r.times and not r.done]
+        if decoding:
+            self.state, self._controls, self._active, burst = run_round(
+                self.params, self.state, self._controls, self._active, logprobs=self._logprobs
+            )
+            self.rounds += 1
+            self._unread.append((decoding, burst))
+        while len(self._unread) > bool(decoding):
+            yield from self._read(*self._unread.popleft())
+
+    def _prefill(self) -> None:
+        """Feeds the next chunk of some prompts; those that are complete begin to decode."""
+        waiting = [r for r in self.running.values() if "begun" not in r.times]
+        if not waiting:
+            return
+        rows = waiting[: min(_PREFILL_ROWS, self.sizes.slots)]
+        places = min(_PREFILL_ROWS, self.sizes.slots)
+        slots = np.full(places, self.sizes.slots, np.int32)
+        tokens = np.zeros((places, self.sizes.chunk), np.int32)
+        count = np.zeros(places, np.int32)
+        complete = np.zeros(places, bool)
+        for i, row in enumerate(rows):
+            part, row.to_feed = row.to_feed[: self.sizes.chunk], row.to_feed[self.sizes.chunk :]
+            slots[i], count[i], complete[i] = row.slot, len(part), not row.to_feed
+            tokens[i, : len(part)] = part
+            if complete[i]:
+                row.times["begun"] = _now()
+        self.state, self._controls, self._active, burst = _prefill_and_begin(
+            self.params,
+            self.state,
+            self._controls,
+            self._active,
+            jnp.asarray(slots),
+            jnp.asarray(tokens),
+            jnp.asarray(count),
+            jnp.asarray(complete),
+            logprobs=self._logprobs,
+        )
+        begun = [r for r, whole in zip(rows, complete, strict=False) if whole]
+        if begun:
+            self._unread.append((begun, burst))
+
+    def _read(self, rows: list[_Running], burst: Burst) -> Iterator[Delta]:
+        """Hands out a burst; frees the slots of requests that ended with it."""
+        host = jax.device_get(burst)
+        for row in rows:
+            if row.done:
+                continue
+            count, reason = int(host.count[row.slot]), FinishReason(int(host.reason[row.slot]))
+            row.rounds += bool(row.ids)
+            logprobs = None if host.logprobs is None else host.logprobs[row.slot, :count]
+            delta = row.take(host.tokens[row.slot, :count], logprobs, reason)
+            if row.done:
+                self._active = _stop(self._active, jnp.int32(row.slot))
+                self.finished[row.number] = row
+                del self.running[row.slot]
+            yield delta
+
+
+@functools.partial(jax.jit, donate_argnames=("state", "controls"))
+def _occupy(
+    params: Params,
+    state: DecodeState,
+    controls: Controls,
+    source: DecodeState | None,
+    slot: Int[Array, ""],
+    row: Controls,
+) -> tuple[DecodeState, Controls]:
+    """Empties a slot for a new tenant, or continues `source` in it."""
+    state = reset_slots(params.config, state, slot[None])
+    if source is not None:
+        state = graft(state, slot, source)
+    return state, set_row(controls, slot, row)
+
+
+@functools.partial(
+    jax.jit, donate_argnames=("state", "controls", "active"), static_argnames=("logprobs",)
+)
+def _prefill_and_begin(
+    params: Params,
+    state: DecodeState,
+    controls: Controls,
+    active: Bool[Array, " S"],
+    slots: Int[Array, " B"],
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    complete: Bool[Array, " B"],
+    *,
+    logprobs: bool,
+) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
+    """Feeds a chunk to some slots; those whose prompt is complete get their first token.
+
+    Slot numbers past the last are rows that are not there. The burst is by slot.
+    """
+    there = slots < state.slots
+    rows = take_slots(state, slots)
+    own = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), controls)
+    rows, _ = feed(params, rows, tokens, jnp.where(there, count, 0))
+    # of the row's last token, which need not be in this chunk
+    streams = rows.residual.reshape(*rows.residual.shape[:1], 1, params.config.hc_count, -1)
+    hidden = read_out(params, streams)[:, 0]
+    ready = complete & there
+    rows, own, running, burst = begin(params, rows, own, hidden, ready, logprobs=logprobs)
+    state = put_slots(state, slots, rows)
+    place = lambda x, row: x.at[slots].set(row, mode="drop")  # noqa: E731
+    controls = jax.tree.map(place, controls, own)
+    by_slot = jax.tree.map(
+        lambda x: place(jnp.zeros((state.slots, *x.shape[1:]), x.dtype), x), burst
+    )
+    # a row in the middle of its prompt is not active yet, and stays so
+    return state, controls, place(active, running), by_slot
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _stop(active: Bool[Array, " S"], slot: Int[Array, ""]) -> Bool[Array, " S"]:
+    return active.at[slot].set(False)
+
+
+def _now() -> tuple[float, float]:
+    """Wall seconds, and seconds spent compiling so far."""
+    return time.perf_counter(), clock.seconds
