@@ -1,0 +1,87 @@
+"""Compiles the speculative round for an H200 on a machine without one and describes the program.
+
+Run in a process of its own: `python compile_round.py TARGET INDEX_SHARE`, with XLA_FLAGS dumping to
+DUMP_DIR. Prints one JSON object. The target description was dumped by XLA on an H200
+(`--xla_dump_to` writes it as `*gpu_target_config.pbtxt`).
+"""
+
+import collections
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from qwen4jax.ablation import Ablation
+from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
+from qwen4jax.decode.round import speculative_round
+from qwen4jax.decode.stopping import Controls
+from qwen4jax.params import declare
+from qwen4jax.state import abstract_state
+
+
+def main(target: str, index_share: str) -> None:
+    topology = topologies.get_topology_desc(
+        "h200", platform="cuda", target_config=Path(target).read_text(), topology="1x1x1"
+    )
+    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
+    here = jax.sharding.NamedSharding(mesh, jax.P())
+    # released widths, so that XLA's choices are the real ones; fewer layers, experts and ids
+    config = Config.flash_next(
+        num_hidden_layers=4,
+        layer_types=(LINEAR, LINEAR, LINEAR, SPARSE),
+        num_experts=64,
+        vocab_size=8192,
+        eos_token_id=0,
+        ngram_vocab_size_base=10_000,
+        quantization=Quantization(experts="nvfp4", ngram_embedding="fp8"),
+        ablation=Ablation(index_share=index_share),
+    )
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)  # noqa: E731
+    params = jax.tree.map(place, declare(config))
+    state = jax.tree.map(place, abstract_state(config, slots=1, max_length=16384, drafts=3))
+    controls = Controls(
+        max_length=place(jnp.zeros(1, jnp.int32)), stop_ids=place(jnp.zeros((1, 4), jnp.int32))
+    )
+    active = place(jnp.zeros(1, bool))
+    run = jax.jit(speculative_round, donate_argnums=(1, 2, 3))
+    compiled = run.lower(params, state, controls, active).compile()
+    hlo = compiled.as_text() or ""
+    entry = hlo[hlo.index("\nENTRY") :]
+    copies = [_size(m) for m in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", entry)]
+    plans = list(Path(os.environ["DUMP_DIR"]).glob("*thunk_sequence_after_thunk_passes.txt"))
+    plan = plans[0].read_text() if plans else ""
+    memory = compiled.memory_analysis()
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    thunks = collections.Counter(re.findall(r"\d+: (k\w+)", plan))
+    print(
+        json.dumps(
+            {
+                "command_buffers": thunks["kCommandBuffer"],
+                "kernels": thunks["kCustomKernel"],
+                # what stands at the left margin runs outside of a graph
+                "outside": len(re.findall(r"^\d+: (?!kCommandBuffer)", plan, re.MULTILINE)),
+                "largest_copy": max(copies, default=0),
+                "block_sorts": len(re.findall(r"sort\([^\n]*index_topk", hlo)),
+                "router_sorts": len(re.findall(r"sort\([^\n]*router", hlo)),
+                "score_dots": len(re.findall(r"dot\([^\n]*index_score", hlo)),
+                "state_bytes": held,
+                "aliased_bytes": memory.alias_size_in_bytes,
+                "temporary_bytes": memory.temp_size_in_bytes,
+            }
+        )
+    )
+
+
+def _size(shape: str) -> int:
+    """Elements of an HLO shape."""
+    return math.prod(int(n) for n in re.findall(r"\d+", shape.split("[")[1]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""The compiled round for an H200, by XLA's own GPU compiler without a GPU.
+
+The limits: no autotuning, so that GEMM kernels may differ on the chip.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# elements of the smallest projection of a layer: a copy as large may be of a weight
+SMALLEST_WEIGHT = 48 * 2560
+
+
+def compile_round(index_share: str, dump: Path) -> dict:
+    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*speculative.*"
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_round.py"), str(HERE / "h200.txtpb"), index_share],
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags,
+            "DUMP_DIR": str(dump),
+            "PYTHONPATH": str(HERE.parents[1]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# (largest copy allowed, selections): where every draft step scores, XLA copies the draft head's
+# index keys once; one sparse layer selects, and the draft head once or in each of 3 steps (SPC-07)
+@pytest.mark.parametrize(
+    ("index_share", "largest_copy", "selections"),
+    [("share", SMALLEST_WEIGHT - 1, 2), ("fresh", 524288, 4)],
+)
+def test_round_program(index_share: str, largest_copy: int, selections: int, tmp_path: Path):
+    found = compile_round(index_share, tmp_path)
+    # one graph, nothing beside it
+    assert found["command_buffers"] == 1
+    assert found["outside"] == 0
+    assert found["kernels"] > 0
+    # every state buffer is updated in place, no weight is copied
+    assert found["aliased_bytes"] >= found["state_bytes"]
+    assert found["largest_copy"] <= largest_copy
+    # shared steps neither score nor sort
+    assert found["block_sorts"] == selections
+    assert found["score_dots"] == selections
