@@ -25,7 +25,7 @@ def compile_round(index_share: str, dump: Path) -> dict:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags,
             "DUMP_DIR": str(dump),
-            "PYTHONPATH": str(HERE.parents[1]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         },
         capture_output=True,
         text=True,
