@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from qwen4jax.numerics import EXACT
 
 # queries whose keys and values are gathered at a time; more would hold gigabytes in a long chunk
-_TILE = 64
+_TILE = 128
 
 
 def sparse_attention(query, gate, key, value, slots):
