@@ -1,9 +1,63 @@
 """Qwen3.8-Flash-Next (`qwen4_exp`) in JAX."""
 
-from qwen4jax.ablation import Ablation
-from qwen4jax.config import Config
-from qwen4jax.forward_pass import forward
-from qwen4jax.params import init_params
-from qwen4jax.weights.load import load
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Ablation", "Config", "forward", "init_params", "load"]
+if TYPE_CHECKING:
+    from qwen4jax.ablation import Ablation
+    from qwen4jax.config import Config
+    from qwen4jax.decode.generate import generate, prefill, stream
+    from qwen4jax.decode.portable import fork, restore_state, save_state
+    from qwen4jax.decode.requests import Completion
+    from qwen4jax.decode.sampling import Sampling
+    from qwen4jax.decode.score import score
+    from qwen4jax.decode.text import Tokenizer
+    from qwen4jax.forward_pass import forward
+    from qwen4jax.params import init_params
+    from qwen4jax.weights.load import load
+
+__all__ = [
+    "Ablation",
+    "Completion",
+    "Config",
+    "Sampling",
+    "Tokenizer",
+    "fork",
+    "forward",
+    "generate",
+    "init_params",
+    "load",
+    "prefill",
+    "restore_state",
+    "save_state",
+    "score",
+    "stream",
+]
+
+_HOMES = {
+    "ablation": ("Ablation",),
+    "config": ("Config",),
+    "decode.generate": ("generate", "prefill", "stream"),
+    "decode.portable": ("fork", "restore_state", "save_state"),
+    "decode.requests": ("Completion",),
+    "decode.sampling": ("Sampling",),
+    "decode.score": ("score",),
+    "decode.text": ("Tokenizer",),
+    "forward_pass": ("forward",),
+    "params": ("init_params",),
+    "weights.load": ("load",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name when it is first asked for: JAX takes seconds, `--help` needs none of it."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -88,9 +88,11 @@ class _Running:
     def take(self, ids: Sequence[int], logprobs: Any, reason: FinishReason) -> Delta:
         """Adds a burst, up to the token in which a stop string is complete."""
         text, taken = "", []
-        for token in ids:
+        for place, token in enumerate(ids):
             taken.append(int(token))
-            if self._decoder is not None:
+            # a stop id is no part of the text, a stop string could not end in it either
+            is_stop_id = reason == FinishReason.STOP and place == len(ids) - 1
+            if self._decoder is not None and not is_stop_id:
                 text += self._stops.feed(self._decoder.feed([token]))
             if self._stops.found is not None:
                 reason = FinishReason.STOP

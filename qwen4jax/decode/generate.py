@@ -6,29 +6,29 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from tqdm.auto import tqdm
 
-from qwen4jax.ablation import Ablation, IndexShare
-from qwen4jax.decode.batching import Delta, Engine, Sizes
-from qwen4jax.decode.compiling import clock, report_new_signature
+from qwen4jax.ablation import IndexShare
+from qwen4jax.decode.batching import Delta, Engine
+from qwen4jax.decode.call import (
+    Call,
+    bucket,
+    check_integer,
+    check_kv_dtype,
+    check_params,
+    chunk_for,
+    drafts_of,
+    known_tokenizer,
+)
+from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.portable import extract, graft
 from qwen4jax.decode.prefill import prefill as feed_prompts
-from qwen4jax.decode.requests import (
-    Completion,
-    Request,
-    Timings,
-    Usage,
-    is_many,
-    make_requests,
-    prompt_ids,
-)
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
-from qwen4jax.decode.text import Tokenizer
+from qwen4jax.decode.requests import Completion, Request, Timings, Usage, prompt_ids
+from qwen4jax.decode.sampling import Sampling
 from qwen4jax.forward_pass import check_capture, forward
 from qwen4jax.params import Params
-from qwen4jax.state import MAX_DRAFT, DecodeState, init_state
-
-_CHUNKS = (16, 64, 256, 512)
+from qwen4jax.state import DecodeState, init_state
 
 
 def generate(
@@ -38,7 +38,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
     draft: int | None = None,
     index_share: IndexShare | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Any = None,
     state: DecodeState | None = None,
     logprobs: bool = False,
     capture: Sequence[str] = (),
@@ -59,9 +59,10 @@ def generate(
         sampling: options for all prompts, or one per prompt.
         draft: draft tokens per round, 0 to 7; by default 3, and 0 without a draft head.
         index_share: how draft steps select tokens; by default as `params.config.ablation` says.
-        tokenizer: for text and chat prompts, texts and stop strings.
+        tokenizer: for text and chat prompts, texts and stop strings: a `Tokenizer`, or an object
+            like Hugging Face's.
         state: a state of one request (from `prefill` or `keep_state`) that every prompt continues;
-            prompts may then be empty lists.
+            prompts may then be empty lists. Penalties count the ids that follow it only.
         logprobs: whether completions have the log-probability of each id.
         capture: names or patterns of internals, see `qwen4jax.layers.capture.NAMES`; they come
             from a forward pass over the finished sequence (without `state` only).
@@ -78,12 +79,12 @@ def generate(
     Raises:
         TypeError, ValueError: an argument is wrong; it is named with its index, and nothing ran.
     """
-    call = _Call(
+    call = Call(
         params, prompts, sampling, draft, index_share, tokenizer, state, logprobs, slots, chunk,
         kv_dtype,
     )  # fmt: skip
     if capture:
-        check_capture(params, capture)
+        check_capture(call.params, capture)
         if state is not None:
             raise ValueError("capture: internals of a continued state are not kept")
     compiled = clock.seconds
@@ -97,22 +98,23 @@ def generate(
             bar.update(len(delta.token_ids))
             texts[delta.request] = texts.get(delta.request, "") + delta.text
             kept.setdefault(delta.request, []).extend(delta.logprobs or [])
-            if delta.finish_reason and keep_state:
+            # there is no state to go on from after an error
+            if keep_state and delta.finish_reason in ("stop", "length"):
                 states[delta.request] = _state_after(call, engine, delta.request)
     compile_s = clock.seconds - compiled
-    completions: list[list[Completion]] = [[] for _ in call.prompts]
+    completions: list[list[Completion]] = [[] for _ in call.samples]
     for number, request in enumerate(call.requests):
         row = engine.finished[number]
         captured = None
         if capture:
-            captured = forward(params, [[*request.ids, *row.ids]], capture=capture)[1]
+            captured = _internals(params, [*request.ids, *row.ids], capture)
         completions[request.prompt].append(
             Completion(
                 token_ids=row.ids,
                 text=None if call.tokenizer is None else texts[number],
                 finish_reason=row.reason,
                 logprobs=kept[number] if logprobs else None,
-                usage=Usage(call.history + len(request.ids), len(row.ids)),
+                usage=Usage(call.history + len(request.ids), len(row.ids), call.history),
                 timings=Timings(
                     rounds=row.rounds,
                     compile_s=compile_s,
@@ -134,7 +136,7 @@ def stream(
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
     draft: int | None = None,
     index_share: IndexShare | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Any = None,
     state: DecodeState | None = None,
     logprobs: bool = False,
     slots: int = 8,
@@ -146,7 +148,7 @@ def stream(
     A delta's `request` counts samples in order: with `n` samples per prompt, sample `s` of prompt
     `p` is `p * n + s`. Wrong arguments raise here, before the first delta is asked for.
     """
-    call = _Call(
+    call = Call(
         params, prompts, sampling, draft, index_share, tokenizer, state, logprobs, slots, chunk,
         kv_dtype,
     )  # fmt: skip
@@ -160,176 +162,76 @@ def prefill(
     *,
     max_length: int | None = None,
     draft: int | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Any = None,
     chunk: int = 256,
+    kv_dtype: str | None = None,
 ) -> DecodeState:
     """The state after a prompt, to be continued by `generate(params, ..., state=...)`.
 
     Args:
         params: of the model.
         prompt: a string, token ids or chat messages.
-        max_length: tokens the state can hold; by default as many as the prompt has.
+        max_length: tokens the state can hold, at least; by default those of the prompt.
         draft: as `generate`; a state made for drafts serves any number of them.
         tokenizer: for text and chat prompts.
         chunk: prompt tokens of one step.
+        kv_dtype: of cached keys and values, by default the model's.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named, and nothing ran.
     """
-    ids = prompt_ids(prompt, "prompt", params.config.vocab_size, tokenizer)
+    check_params(params)
+    drafts, known = drafts_of(params, draft), known_tokenizer(tokenizer)
+    check_integer("chunk", chunk)
+    check_kv_dtype(kv_dtype)
+    longest = params.config.max_position_embeddings
+    ids = prompt_ids(prompt, "prompt", params.config.vocab_size, known)
+    if max_length is not None:
+        check_integer("max_length", max_length, longest)
+    if len(ids) > longest:
+        raise ValueError(f"prompt: {len(ids)} tokens, the model has {longest} positions")
     state = init_state(
         params.config,
         slots=1,
-        max_length=max(len(ids), max_length or 0),
-        drafts=_drafts(params, draft),
+        max_length=bucket(max(len(ids), max_length or 0), longest),
+        drafts=drafts,
+        kv_dtype=kv_dtype,
     )
-    return feed_prompts(params, state, [ids], [0], chunk=_chunk_for(len(ids), chunk))[0]
+    return feed_prompts(params, state, [ids], [0], chunk=chunk_for(len(ids), chunk))[0]
 
 
-class _Call:
-    """The arguments of a call, checked."""
-
-    def __init__(
-        self, params, prompts, sampling, draft, index_share, tokenizer, state, logprobs, slots,
-        chunk, kv_dtype,
-    ):  # fmt: skip
-        if not isinstance(params, Params):
-            raise TypeError(f"params: {type(params).__name__} is no Params")
-        for name, value, least in (("slots", slots, 1), ("chunk", chunk, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: {value!r} is no integer from {least}")
-        config = params.config
-        self.drafts = _drafts(params, draft)
-        share = config.ablation.index_share if index_share is None else index_share
-        self.params = params.replace(config=config.replace(ablation=Ablation(index_share=share)))
-        self.tokenizer, self.logprobs, self.source = tokenizer, logprobs, state
-        self.history = 0 if state is None else _check_state(state, config, self.drafts)
-        # with a state to continue, an empty list is one prompt of no tokens
-        alone = state is not None and isinstance(prompts, list) and not prompts
-        self.many = not alone and is_many(prompts)
-        self.prompts = list(prompts) if self.many else [prompts]
-        self.eos_ids = _eos_ids(config, tokenizer)
-        longest = config.max_position_embeddings
-        self.requests = make_requests(
-            self.prompts,
-            sampling,
-            vocab_size=config.vocab_size,
-            longest=longest,
-            history=self.history,
-            tokenizer=tokenizer,
-            eos_ids=self.eos_ids,
-            many=self.many,
-            may_be_empty=state is not None,
-        )
-        if state is not None and int(state.token[0]) >= 0:
-            # the pending token of a kept state is the first that has not been fed
-            pending = int(state.token[0])
-            self.requests = [
-                Request(r.prompt, r.sample, (pending, *r.ids), r.sampling) for r in self.requests
-            ]
-        each = [sampling] * len(self.prompts) if isinstance(sampling, Sampling) else list(sampling)
-        self.samples = [one.n for one in each]
-        need = [self.history + len(r.ids) + r.sampling.max_new_tokens for r in self.requests]
-        feed = max(len(r.ids) for r in self.requests)
-        self.sizes = Sizes(
-            slots=min(slots, _power_of_two(len(self.requests))),
-            max_length=min(_power_of_two(max(64, *need)), longest),
-            drafts=self.drafts,
-            chunk=_chunk_for(feed, chunk),
-            kv_dtype=kv_dtype,
-        )
-
-    def engine(self) -> Engine:
-        """An engine for the call's requests."""
-        rows = [
-            Row(r.sampling, max(len(r.ids), 1), prompt_ids=r.ids, sample=r.sample)
-            for r in self.requests
-        ]
-        vocab = self.params.config.vocab_size
-        mode = make_controls(rows, len(rows), vocab, eos_ids=self.eos_ids)
-        signature = {
-            "slots": self.sizes.slots,
-            "max_length": self.sizes.max_length,
-            "draft": self.sizes.drafts,
-            "chunk": self.sizes.chunk,
-            "kv_dtype": self.sizes.kv_dtype,
-            "logprobs": self.logprobs,
-            "state": None if self.source is None else self.source.capacity,
-            "sampling": tuple(k for k, v in vars(mode).items() if v is not None),
-            "stop_ids": mode.stop_ids.shape[1],
-        }
-        report_new_signature(self.params.config, signature)
-        return Engine(
-            self.params,
-            self.sizes,
-            mode,
-            tokenizer=self.tokenizer,
-            eos_ids=self.eos_ids,
-            logprobs=self.logprobs,
-            source=self.source,
-        )
+def _internals(params: Params, ids: Sequence[int], capture: Sequence[str]) -> dict[str, Any]:
+    """Named internals at every position of a sequence, from a forward pass of a bucket's length."""
+    length = bucket(len(ids), params.config.max_position_embeddings)
+    tokens, mask = np.zeros((2, 1, length), np.int32)
+    tokens[0, : len(ids)], mask[0, : len(ids)] = ids, 1
+    _, captured = forward(params, tokens, mask=mask, capture=capture)
+    return {name: value[:, : len(ids)] for name, value in captured.items()}
 
 
-def _state_after(call: _Call, engine: Engine, number: int) -> DecodeState:
+def _state_after(call: Call, engine: Engine, number: int) -> DecodeState:
     """The state of a request that has just ended: its last token pending, all before it live."""
     row = engine.finished[number]
+    pending = jnp.asarray(row.ids[-1:], jnp.int32)
     live = call.history + len(row.request.ids) + len(row.ids) - 1
     kept = extract(engine.state, row.slot)
     if int(kept.length[0]) == live:
-        return kept.replace(token=jnp.asarray([row.ids[-1]], jnp.int32))
+        return kept.replace(token=pending)
     # a stop string was seen late: feed what was kept, as if the rest had never been
+    sizes = call.sizes
     state = init_state(
-        call.params.config, slots=1, max_length=engine.state.capacity, drafts=call.drafts
+        call.params.config,
+        slots=1,
+        max_length=sizes.max_length,
+        drafts=sizes.drafts,
+        kv_dtype=sizes.kv_dtype,
     )
     if call.source is not None:
-        state = graft(state, jnp.int32(0), call.source)
+        state = graft(state, 0, call.source)
     ids = [*row.request.ids, *row.ids[:-1]]
     if ids:
-        state, _ = feed_prompts(call.params, state, [ids], [0], chunk=call.sizes.chunk)
-    return state.replace(token=jnp.asarray([row.ids[-1]], jnp.int32))
-
-
-def _drafts(params: Params, draft: int | None) -> int:
-    has_head = params.config.mtp_num_hidden_layers > 0
-    if draft is None:
-        return 3 if has_head else 0
-    if not isinstance(draft, int) or isinstance(draft, bool) or not 0 <= draft <= MAX_DRAFT:
-        raise ValueError(f"draft: {draft!r} is not in 0..{MAX_DRAFT}")
-    if draft and not has_head:
-        raise ValueError(f"draft: {draft}, but the model has no draft head (mtp)")
-    return draft
-
-
-def _check_state(state: DecodeState, config: Any, drafts: int) -> int:
-    """Tokens that a given state holds."""
-    if not isinstance(state, DecodeState):
-        raise TypeError(f"state: {type(state).__name__} is no DecodeState")
-    if state.slots != 1:
-        raise ValueError(f"state: has {state.slots} slots, one is expected")
-    if len(state.layers) != config.num_hidden_layers:
-        raise ValueError(
-            f"state: is of a model of {len(state.layers)} layers, not {config.num_hidden_layers}"
-        )
-    if drafts and state.mtp is None:
-        raise ValueError("state: was made without a draft head; pass draft=0")
-    length = int(state.length[0])
-    if not length:
-        raise ValueError("state: holds no tokens")
-    return length
-
-
-def _eos_ids(config: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a sequence: the tokenizer's, else the configuration's."""
-    own = config.eos_token_id
-    own = (own,) if isinstance(own, int) else own
-    found = tokenizer.eos_ids if tokenizer is not None and tokenizer.eos_ids else own
-    return tuple(i for i in found if 0 <= i < config.vocab_size)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _chunk_for(tokens: int, most: int) -> int:
-    """The smallest bucket that holds a prompt, at most `most`."""
-    return min(next((c for c in _CHUNKS if c >= tokens), most), most)
+        state, _ = feed_prompts(call.params, state, [ids], [0], chunk=sizes.chunk)
+    return state.replace(token=pending)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from qwen4jax.decode.sampling import Sampling
@@ -12,10 +13,17 @@ from qwen4jax.decode.text import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Tokens of one completion."""
+    """Tokens of one completion.
+
+    Attributes:
+        prompt_tokens: before the completion, those of a given state included.
+        completion_tokens: generated.
+        cached_tokens: tokens of the prompt that a given state held: they were not fed again.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +49,15 @@ class Completion:
 
     Attributes:
         token_ids: generated ids; a stop id is the last of them, a stop string is not cut from them.
-        text: their text, cut before a stop string; None without a tokenizer.
+        text: their text without a final stop id, cut before a stop string; None without a
+            tokenizer.
         finish_reason: `stop`, `length` or `error` (logits were not finite).
         logprobs: of each id under the model's own distribution; None if not asked for.
         usage: token counts.
         timings: seconds and rounds.
         captured: internals by name at every position of prompt and completion, if asked for.
-        state: the decode state after the completion, if asked for; its last token is pending.
+        state: the decode state after the completion, if asked for; its last token is pending. None
+            after an error.
     """
 
     token_ids: list[int]
@@ -83,16 +93,22 @@ class Request:
     sampling: Sampling
 
 
-def is_many(prompts: Any) -> bool:
-    """Whether `prompts` is a list of prompts rather than one."""
-    if isinstance(prompts, str | np.ndarray):
-        return isinstance(prompts, np.ndarray) and prompts.ndim > 1
-    if not isinstance(prompts, Sequence):
+def is_many(prompts: Any, name: str = "prompts") -> bool:
+    """Whether `prompts` is a list of prompts rather than one.
+
+    Raises:
+        TypeError: it is neither; `name` is what the caller calls it.
+    """
+    if isinstance(prompts, str):
+        return False
+    if isinstance(prompts, np.ndarray | jax.Array):
+        return prompts.ndim > 1
+    if not _is_list(prompts):
         raise TypeError(
-            "prompts: a string, ids, chat messages or a list of these is expected, "
+            f"{name}: a string, ids, chat messages or a list of these is expected, "
             f"found {type(prompts).__name__}"
         )
-    return not all(isinstance(p, int | np.integer | Mapping) for p in prompts)
+    return not all(_is_id(p) or isinstance(p, bool | Mapping) for p in prompts)
 
 
 def prompt_ids(prompt: Any, where: str, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
@@ -101,23 +117,29 @@ def prompt_ids(prompt: Any, where: str, vocab_size: int, tokenizer: Tokenizer | 
     Raises:
         TypeError, ValueError: names `where` and what is wrong with it.
     """
-    if isinstance(prompt, str):
-        ids: Any = _needed(tokenizer, where, "text").encode(prompt)
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+    ids = prompt
+    if isinstance(prompt, np.ndarray | jax.Array):
+        # of an array the values, so that each is checked as an int
+        ids = np.asarray(prompt)
+        if ids.ndim != 1:
+            raise TypeError(f"{where}: an array of {ids.ndim} axes, ids have one")
+        ids = ids.tolist()
+    is_chat = _is_list(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str) or is_chat:
+        known = _needed(tokenizer, where, "chat messages" if is_chat else "text")
         try:
-            ids = _needed(tokenizer, where, "chat messages").chat_ids(prompt)
+            ids = known.encode(prompt) if isinstance(prompt, str) else known.chat_ids(prompt)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {error}") from None
-    else:
-        ids = prompt
-    if not isinstance(ids, Sequence | np.ndarray):
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{where}: {error}") from error
+    if not _is_list(ids):
         raise TypeError(
             f"{where}: a string, ids or chat messages are expected, found {type(ids).__name__}"
         )
     if len(ids) == 0:
         raise ValueError(f"{where}: is empty")
     for place, token in enumerate(ids):
-        if not isinstance(token, int | np.integer) or isinstance(token, bool):
+        if not _is_id(token):
             raise TypeError(f"{where}[{place}]: an id is expected, found {token!r}")
         if not 0 <= token < vocab_size:
             raise ValueError(f"{where}[{place}]: id {token} is not in [0, {vocab_size})")
@@ -134,7 +156,7 @@ def make_requests(
     tokenizer: Tokenizer | None,
     eos_ids: Sequence[int],
     many: bool,
-    may_be_empty: bool = False,
+    pending: int | None = None,
 ) -> list[Request]:
     """The samples of a call, prompt by prompt.
 
@@ -143,44 +165,68 @@ def make_requests(
         sampling: for all, or one per prompt.
         vocab_size: of the model.
         longest: tokens a sequence may have.
-        history: tokens before every prompt (of a state that is continued).
+        history: tokens before every prompt (of a state that is continued); prompts may be empty
+            then.
         tokenizer: for text and chat prompts.
         eos_ids: that end a sequence.
         many: whether the caller gave a list, for the names in errors.
-        may_be_empty: a prompt of no tokens is allowed (there is a history).
+        pending: the last token of the history where it was not fed; every prompt begins with it.
 
     Raises:
         TypeError, ValueError: names the argument and index.
     """
     if not len(prompts):
         raise ValueError("prompts: is empty")
-    if isinstance(sampling, Sampling):
-        each = [sampling] * len(prompts)
-    else:
-        each = list(sampling)
-        for index, one in enumerate(each):
-            if not isinstance(one, Sampling):
-                raise TypeError(f"sampling[{index}]: {type(one).__name__} is no Sampling")
-        if len(each) != len(prompts):
-            raise ValueError(f"sampling: {len(each)} for {len(prompts)} prompts")
+    each = per_prompt(sampling, len(prompts))
+    before = [] if pending is None else [pending]
     requests = []
     for index, (prompt, options) in enumerate(zip(prompts, each, strict=True)):
         where = f"prompts[{index}]" if many else "prompts"
-        empty = may_be_empty and not isinstance(prompt, np.ndarray) and not prompt
-        ids = [] if empty else prompt_ids(prompt, where, vocab_size, tokenizer)
+        name = "sampling" if isinstance(sampling, Sampling) else f"sampling[{index}]"
+        empty = history > 0 and isinstance(prompt, str | Sequence) and len(prompt) == 0
+        own = [] if empty else prompt_ids(prompt, where, vocab_size, tokenizer)
+        ids = (*before, *own)
         try:
             options.validate_for(vocab_size, eos_ids)
         except ValueError as error:
-            name = "sampling" if isinstance(sampling, Sampling) else f"sampling[{index}]"
             raise ValueError(f"{name}: {error}") from None
         if options.stop and tokenizer is None:
-            raise ValueError("sampling: stop strings need a tokenizer")
+            raise ValueError(f"{name}: stop strings need a tokenizer")
+        if history and options.repetition_penalty != 1:
+            raise ValueError(
+                f"{name}: repetition_penalty needs the ids of the whole prompt, a state has none"
+            )
         if history + len(ids) + 1 > longest:
             raise ValueError(
                 f"{where}: {history + len(ids)} tokens leave no room below {longest} positions"
             )
-        requests += [Request(index, s, tuple(ids), options) for s in range(options.n)]
+        requests += [Request(index, s, ids, options) for s in range(options.n)]
     return requests
+
+
+def per_prompt(sampling: Any, count: int) -> list[Sampling]:
+    """The options of each of `count` prompts, from one for all or a list."""
+    if isinstance(sampling, Sampling):
+        return [sampling] * count
+    if not _is_list(sampling):
+        raise TypeError(
+            f"sampling: a Sampling or a list of them is expected, found {type(sampling).__name__}"
+        )
+    for index, one in enumerate(sampling):
+        if not isinstance(one, Sampling):
+            raise TypeError(f"sampling[{index}]: {type(one).__name__} is no Sampling")
+    if len(sampling) != count:
+        raise ValueError(f"sampling: {len(sampling)} for {count} prompts")
+    return list(sampling)
+
+
+def _is_list(value: Any) -> bool:
+    # bytes are sequences of integers, and never meant as ids
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _needed(tokenizer: Tokenizer | None, where: str, what: str) -> Tokenizer:
