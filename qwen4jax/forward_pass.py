@@ -110,15 +110,21 @@ def check_ids(tokens: Any, vocab_size: int) -> Array:
 
 
 def check_capture(params: Params, patterns: Sequence[str]) -> None:
-    """Raises ValueError for a capture pattern that names nothing of this model."""
-    config = params.config
-    names = known_names(config.layer_types, SPARSE, mtp=bool(config.mtp_num_hidden_layers))
-    for pattern in patterns:
+    """Raises TypeError or ValueError for a pattern that names nothing of a forward pass."""
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise TypeError(f"capture: a sequence of names is expected, found {patterns!r}")
+    # the draft head does not run in a forward pass
+    names = known_names(params.config.layer_types, SPARSE, mtp=False)
+    for index, pattern in enumerate(patterns):
+        if not isinstance(pattern, str):
+            raise TypeError(f"capture[{index}]: a name is expected, found {pattern!r}")
         probe = Capture((pattern,))
         for name in names:
             probe(name, jnp.zeros(()))
         if not probe.values:
-            raise ValueError(f"capture: {pattern!r} matches none of {names[0]}, {names[1]}, ...")
+            raise ValueError(
+                f"capture[{index}]: {pattern!r} matches none of {names[0]}, {names[1]}, ..."
+            )
 
 
 def _bounds(mask: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
