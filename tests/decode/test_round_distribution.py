@@ -213,21 +213,23 @@ def test_the_small_models_targets_are_worth_testing():
 
 
 def test_programs_are_compiled_once_per_bucket_drafts_and_mode():
-    """Other lengths, prompts, seeds, drafts and options of the same mode compile nothing."""
+    """Other lengths, prompts, seeds, drafts and options of the same mode compile nothing.
+
+    The greedy ones draw and sort nothing; with the most drafts they give what they give without.
+    """
     config = SMALL.replace(num_hidden_layers=1, layer_types=(SPARSE,), ple_layer_ids=())
-    model, greedy, seeded = (
-        random_params(config),
-        Sampling(temperature=0),
-        Sampling(temperature=0.7, seed=1),
-    )
+    model = random_params(config)
+    greedy, seeded = Sampling(temperature=0), Sampling(temperature=0.7, seed=1)
     programs, chunks = run_round._cache_size(), prefill_chunk._cache_size()
     cases = (
         (2, 0, (greedy, dataclasses.replace(greedy, max_new_tokens=3, stop_ids=(4, 5)))),
         (2, 0, (seeded, dataclasses.replace(seeded, temperature=1.5, seed=2**40))),
-        (2, 1, (greedy, dataclasses.replace(greedy, max_new_tokens=2, ignore_eos=True))),
+        (2, 7, (greedy, dataclasses.replace(greedy, max_new_tokens=2, ignore_eos=True))),
         (3, 0, (greedy, dataclasses.replace(greedy, stop_ids=(7,)))),
     )
+    ids: list[list[list[int]]] = []
     for compiled, (slots, drafts, options) in enumerate(cases, start=1):
+        ids.append([[], []])
         for number, sampling in enumerate(options):
             state: Any = init_state(config, slots=slots, max_length=48, page_size=16, drafts=drafts)
             prompts = [PROMPT[number:], PROMPT[: 4 + number]]
@@ -238,9 +240,16 @@ def test_programs_are_compiled_once_per_bucket_drafts_and_mode():
             )
             rows = [Row(sampling, len(prompt)) for prompt in prompts]
             controls = make_controls(rows, slots, VOCAB, eos_ids=(1,))
-            active = jnp.arange(slots) < 1 + number
-            for _ in range(3):
-                state, controls, active, _ = run_round(model, state, controls, active)
+            active = jnp.arange(slots) < 2 - number
+            for _ in range(6):
+                state, controls, active, burst = run_round(model, state, controls, active)
+                for row in range(2 if number == 0 else 0):
+                    ids[-1][row] += np.asarray(burst.tokens)[row, : burst.count[row]].tolist()
             assert run_round._cache_size() - programs == compiled
     # a bucket and a number of drafts each; the mode takes no part
     assert prefill_chunk._cache_size() - chunks == 3
+    plain, drawn, drafted, wider = ids
+    assert plain == wider != drawn
+    for few, more in zip(plain, drafted, strict=True):
+        assert len(few) > 1
+        assert few == more[: len(few)]
