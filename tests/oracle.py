@@ -51,7 +51,7 @@ def rope(x, angles):
     return out
 
 
-def mix(streams, norm, down, up, inject, eps):
+def mix(streams, norm, down, up, inject, eps) -> Any:
     """Gated residual of [T, R, D]: input, injection weights, gates."""
     count = streams.shape[1]
     n = rms(streams, norm.reshape(count, -1), eps)

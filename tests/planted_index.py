@@ -41,7 +41,7 @@ def planted_queries(params: Params) -> Params:
     return with_indexer(params, weight)
 
 
-def edit_cache(state: DecodeState, **changes: Any) -> DecodeState:
+def edit_cache(state: DecodeState, **changes: Any) -> Any:
     """The state with other arrays in T0's only sparse layer."""
     layers = list(state.layers)
     layers[LAYER] = dataclasses.replace(layers[LAYER], **changes)
@@ -53,7 +53,7 @@ def at_block(state: DecodeState, row: int, block: int) -> tuple[int, int]:
     return int(state.page_table[row, block // 2]), block % 2
 
 
-def plant(state: DecodeState, blocks: dict[int, list[int]]) -> DecodeState:
+def plant(state: DecodeState, blocks: dict[int, list[int]]) -> Any:
     """Keys of u in the given blocks of each row; all others score exactly 0."""
     cache: Any = state.layers[LAYER]
     keys = np.array(cache.index_key)
@@ -64,16 +64,14 @@ def plant(state: DecodeState, blocks: dict[int, list[int]]) -> DecodeState:
     return edit_cache(state, index_key=jnp.asarray(keys))
 
 
-def selecting_step(params: Params, state: DecodeState, tokens: Any) -> Any:
+@jax.jit
+def select(params: Params, state: DecodeState, tokens: Any) -> Any:
     """One token for every row: the state, the logits, and what the sparse layer selected."""
     taps = Capture(("layer03.indexer.selected",))
     count = jnp.ones(tokens.shape[0], jnp.int32)
     state, hidden = feed(params, state, tokens[:, None], count, capture=taps)
     (selected,) = taps.values.values()
     return state, head(params, hidden)[:, 0], selected[:, 0]
-
-
-select = jax.jit(selecting_step)
 
 
 def tokens_of(selected: Any) -> list[int]:

@@ -124,7 +124,7 @@ def test_a_new_tenant_finds_nothing(left, width):
     if left is not None:
         state = poison(state, left)
     state = reset_slots(T0, state, jnp.arange(ROWS))
-    ids = np.array([5, 6, 7])
+    ids = [5, 6, 7]
     pieces = split(ids, [width] * 3)
     state, (logits,) = feed_pieces(t0(), state, [pieces], width)
     want, after = one_shot(ids)

@@ -1,5 +1,7 @@
 """Padding, batches and ragged rows: nothing of a neighbour or of a pad reaches a row."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +91,7 @@ def test_each_row_attends_to_its_own_selection():
     state, _ = feed_pieces(params, new_state(), [split(i, [16]) for i in ids])
     state = plant(state, {row: [row + 1] for row in range(ROWS)})
 
-    def last(state, rows=range(ROWS)):
+    def last(state, rows=tuple(range(ROWS))):
         return np.stack(feed_rows(params, state, [[9 + r] for r in rows], width=1)[1])
 
     want = last(state)
@@ -202,7 +204,7 @@ def test_pads_of_a_verify_step_have_no_place():
     """PAD-11: two rows of 3 tokens at 20 and an empty row: 6 pads, and no byte of theirs."""
     ids = [prompt(20, seed=50 + row) for row in range(2)]
     state, _ = feed_pieces(t0(), new_state(), [split(i, [16]) for i in ids])
-    state = take_slots(state, jnp.arange(3))
+    state: Any = take_slots(state, jnp.arange(3))
     count = jnp.asarray([3, 3, 0])
     span = make_span(T0, state, state.length, count, 4)
     pads = ~np.asarray(span.valid)
@@ -216,7 +218,8 @@ def test_pads_of_a_verify_step_have_no_place():
 
     # ids behind the tokens may be anything
     fed = jnp.asarray([[7, 8, 9, 60], [10, 11, 12, 61], [62, 62, 62, 62]])
-    after, _ = jax.jit(lambda s, t, c: step(t0(), s, t, c, final=False))(state, fed, count)
+    verify: Any = jax.jit(lambda s, t, c: step(t0(), s, t, c, final=False)[0])
+    after = verify(state, fed, count)
     changed = np.asarray(after.layers[3].key != cache.key).any(axis=(2, 3))
     own = np.zeros_like(changed)
     for row in range(2):

@@ -1,5 +1,7 @@
 """Rows of the case list on n-gram hashing: constants, ends of sequence, 64 bits, context."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -167,7 +169,7 @@ def test_prefill_and_decode_rows_do_not_share_context():
     new = [[12], [13, 1, 14, 15], [16]]
     after, logits = feed_rows(t0(), state, new)
     for row, ids in enumerate(new):
-        alone = [()] * ROWS
+        alone: list[Any] = [()] * ROWS
         alone[row] = ids
         single, found = feed_rows(t0(), state, alone)
         assert_close(logits[row], found[row])

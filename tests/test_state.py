@@ -1,5 +1,7 @@
 """The state's own operations, and what a row's result must not depend on."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,7 @@ def test_permuting_rows_permutes_results(order):
 def test_what_the_pool_held_before_is_never_read(value):
     """NUM-09, PAD-10: unwritten keys, values, index keys and rings hold NaN or infinities."""
     fresh = new_state()
-    filled = reset_slots(T0, poison(fresh, value), jnp.arange(ROWS))
+    filled: Any = reset_slots(T0, poison(fresh, value), jnp.arange(ROWS))
     assert not np.isfinite(np.asarray(filled.layers[3].key)).any()
     ids = prompts()
     state, want = feed_pieces(t0(), fresh, [chunked(i) for i in ids])
@@ -133,7 +135,7 @@ def test_pages_anywhere_equal_pages_in_order(page_size):
         assert_same_live(live(state, row), live(compact, row))
 
 
-def filled_state():
+def filled_state() -> Any:
     """Every leaf different in every slot."""
     rng = np.random.default_rng(0)
     state = new_state()
@@ -163,7 +165,7 @@ def test_take_then_put_changes_nothing():
 
 def test_take_orders_slots_and_put_fills_them():
     state = filled_state()
-    rows = take_slots(state, jnp.asarray([3, 1]))
+    rows: Any = take_slots(state, jnp.asarray([3, 1]))
     np.testing.assert_array_equal(rows.length, np.asarray(state.length)[[3, 1]])
     np.testing.assert_array_equal(rows.layers[3].ring, np.asarray(state.layers[3].ring)[[3, 1]])
     np.testing.assert_array_equal(rows.layers[3].key, state.layers[3].key)
@@ -189,7 +191,7 @@ def test_rows_that_are_not_there_are_dropped(absent):
 
 def test_reset_empties_the_named_slots_only():
     state = filled_state()
-    after = reset_slots(T0, state, jnp.asarray([1, 3]))
+    after: Any = reset_slots(T0, state, jnp.asarray([1, 3]))
     fresh = new_state()
     np.testing.assert_array_equal(after.page_table, state.page_table)
     np.testing.assert_array_equal(after.layers[3].key, state.layers[3].key)
@@ -217,7 +219,7 @@ def test_an_empty_state():
 
 def test_dtypes_of_a_state():
     """The stored dtype everywhere but in the recurrent matrices, which stay float32."""
-    state = abstract_state(T0_BF16, **tiny.SIZES, kv_dtype="float8_e4m3fn")
+    state: Any = abstract_state(T0_BF16, **tiny.SIZES, kv_dtype="float8_e4m3fn")
     assert state.layers[0].recurrent.dtype == jnp.float32
     assert state.layers[0].conv.dtype == jnp.bfloat16
     assert state.layers[3].key.dtype == jnp.float8_e4m3fn
@@ -228,7 +230,8 @@ def test_dtypes_of_a_state():
 
 
 def test_a_state_without_draft_head():
-    state = abstract_state(T0.replace(mtp_num_hidden_layers=0), **(tiny.SIZES | dict(drafts=0)))
+    sizes: dict[str, Any] = tiny.SIZES | dict(drafts=0)
+    state = abstract_state(T0.replace(mtp_num_hidden_layers=0), **sizes)
     assert state.mtp is None
     assert state.drafts.shape == (ROWS, 0)
 

@@ -52,10 +52,10 @@ T0_BF16 = T0.replace(dtype="bfloat16")
 
 # Few shapes, since compiling dominates: chunks run in `WIDTH` places, whole prompts in `LONG`.
 ROWS, WIDTH, LONG = 4, 16, 48
-SIZES = dict(slots=ROWS, max_length=64, page_size=8, drafts=3)
+SIZES: dict[str, Any] = dict(slots=ROWS, max_length=64, page_size=8, drafts=3)
 
 
-def random_params(config: Config, seed: int = 0, scale: float = 1.5) -> Params:
+def random_params(config: Config, seed: int = 0, scale: float = 1.5) -> Any:
     """Weights at which gates, selections and experts differ from token to token.
 
     Norms and n-gram convolutions, which `init_params` leaves at nothing, have values too.
@@ -83,19 +83,19 @@ def random_params(config: Config, seed: int = 0, scale: float = 1.5) -> Params:
 
 
 @functools.cache
-def t0() -> Params:
+def t0() -> Any:
     """The weights most tests use."""
     return random_params(T0)
 
 
-def prompt(length: int, seed: int = 0, vocab: int = 64, eos: int = 1) -> np.ndarray:
+def prompt(length: int, seed: int = 0, vocab: int = 64, eos: int = 1) -> Any:
     """Random ids, one in ten of them the end of a document."""
     rng = np.random.default_rng([seed, length])
     ids = rng.integers(2, vocab, length)
     return np.where(rng.random(length) < 0.1, eos, ids).astype(np.int32)
 
 
-def new_state(config: Config = T0, **sizes: Any) -> DecodeState:
+def new_state(config: Config = T0, **sizes: Any) -> Any:
     """An empty state of `SIZES`, changed by `sizes`."""
     return init_state(config, **(SIZES | sizes))
 
@@ -103,7 +103,7 @@ def new_state(config: Config = T0, **sizes: Any) -> DecodeState:
 @jax.jit
 def run(
     params: Params, state: DecodeState, tokens: Any, count: Any, rope_positions: Any = None
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[Any, jax.Array]:
     """`feed` with the logits of every place."""
     state, hidden = feed(params, state, tokens, count, rope_positions=rope_positions)
     return state, head(params, hidden)
@@ -111,7 +111,7 @@ def run(
 
 def feed_rows(
     params: Params, state: DecodeState, rows: Sequence[Sequence[int]], width: int = WIDTH
-) -> tuple[DecodeState, list[np.ndarray]]:
+) -> tuple[Any, list[np.ndarray]]:
     """Feeds row `i` to slot `i` in one step of `width` places; logits of each row's tokens."""
     tokens = np.zeros((state.slots, width), np.int32)
     count = np.zeros(state.slots, np.int32)
@@ -124,7 +124,7 @@ def feed_rows(
 
 def feed_pieces(
     params: Params, state: DecodeState, rows: Sequence[Sequence[Sequence[int]]], width: int = WIDTH
-) -> tuple[DecodeState, list[np.ndarray]]:
+) -> tuple[Any, list[np.ndarray]]:
     """Feeds the pieces of each row one after the other; logits of each row's tokens."""
     found: list[list[np.ndarray]] = [[] for _ in rows]
     for step in range(max(len(pieces) for pieces in rows)):
@@ -135,7 +135,7 @@ def feed_pieces(
     return state, [np.concatenate(row) for row in found]
 
 
-def split(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+def split(ids: Sequence[int], sizes: Sequence[int]) -> list[Any]:
     """`ids` in pieces of `sizes`, the last one taking what is left."""
     ends = [*np.cumsum(sizes)[: len(sizes)], len(ids)]
     return [ids[a:b] for a, b in zip([0, *ends], ends, strict=False) if b > a]
@@ -155,7 +155,7 @@ def exact(params: Params, ids: Sequence[int]) -> np.ndarray:
 
 def greedy(
     params: Params, state: DecodeState, prompts: Sequence[Sequence[int]], steps: int
-) -> tuple[DecodeState, list[list[int]], list[np.ndarray]]:
+) -> tuple[Any, list[list[int]], list[np.ndarray]]:
     """Prompt `i` into slot `i`, then `steps` tokens; ids, and the logits that chose them."""
     state, found = feed_pieces(
         params, state, [split(ids, [WIDTH] * (len(ids) // WIDTH)) for ids in prompts]
@@ -215,7 +215,7 @@ def live(state: DecodeState, slot: int) -> dict[str, np.ndarray]:
         kept = np.arange(max(0, end - ring.shape[1]), end)
         return ring[slot, kept % ring.shape[1]]
 
-    def attention(name: str, cache: AttentionCache, end: int) -> None:
+    def attention(name: str, cache: Any, end: int) -> None:
         token = np.arange(end)
         blocks = cache.index_key.shape[1]
         block = np.arange(end // (size // blocks))
@@ -250,9 +250,8 @@ def assert_same_live(
             assert_close(got[name], value, tolerance, name)
 
 
-def poison(state: DecodeState, value: float) -> DecodeState:
+def poison(state: DecodeState, value: float) -> Any:
     """Every float of every cache replaced by `value`: what a slot may find of earlier tenants."""
-    floats: Any = jax.tree.map(
+    return jax.tree.map(
         lambda x: jnp.full_like(x, value) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
     )
-    return floats

@@ -1,5 +1,7 @@
 """The indexer's arithmetic by itself: which pairs turn, and by which position."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,7 +40,7 @@ def test_pairs_and_block_position():
     rng = np.random.default_rng(5)
     raw, query = rng.standard_normal((4, 4, 16)), rng.standard_normal((4, 4, 2, 16))
     q_norm, k_norm = 0.2 * rng.standard_normal((2, 16))
-    state = init_state(T0, slots=4, max_length=404, page_size=4)
+    state: Any = init_state(T0, slots=4, max_length=404, page_size=4)
     start = jnp.asarray(POSITIONS)
     span = make_span(T0, state, start, jnp.full(4, 4), 4)
     f32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731

@@ -157,7 +157,7 @@ def test_the_two_forms_agree(name):
     for t in range(length):
         state, out = one(state, {n: x[:, t : t + 1] for n, x in tokens.items()})
         found.append(out)
-    count = jnp.full(len(out), length, jnp.int32)
+    count = jnp.full(inputs["qkv"].shape[0], length, jnp.int32)
     whole, after = call(chunks, tokens | fixed | dict(state=inputs["state"], count=count))
     assert_matches(jnp.concatenate(found, axis=1), f64(whole), share=5e-6)
     assert_matches(state.recurrent, f64(after.recurrent), share=5e-6)

@@ -16,8 +16,9 @@ def test_mix_matches_float64(case, implementation):
     x, inject, gates = call(mix, inputs, implementation)
     streams = f64(inputs["streams"])
     rows = streams.reshape(-1, *streams.shape[2:])
-    weights = [None if inputs[n] is None else f64(inputs[n]) for n in ("down", "up", "inject")]
-    want = oracle.mix(rows, f64(inputs["norm"]), *weights, inputs["eps"])
+    down, up = f64(inputs["down"]), f64(inputs["up"])
+    inject_weight = None if inputs["inject"] is None else f64(inputs["inject"])
+    want = oracle.mix(rows, f64(inputs["norm"]), down, up, inject_weight, inputs["eps"])
     bfloat16 = inputs["streams"].dtype == jnp.bfloat16
     # the normed streams and the low-rank values between the products are rounded too
     inner = 2.0**-7 if bfloat16 else 4e-6

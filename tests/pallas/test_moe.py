@@ -51,7 +51,7 @@ def test_experts_match_float64(case, implementation):
     want = np.zeros(x.shape)
     for t, chosen in enumerate(np.asarray(inputs["ids"])):
         for e, w in zip(chosen, weights[t], strict=True):
-            want[t] += w * oracle.swiglu(x[t], *gate_up[e], down[e])
+            want[t] += w * oracle.swiglu(x[t], gate_up[e, 0], gate_up[e, 1], down[e])
     assert got.dtype == jnp.float32
     # in bfloat16 the dequantised weights and the hidden values are rounded on the way
     assert_matches(got, want, share=4e-6 if dtype == jnp.float32 else 2.0**-7)

@@ -1,5 +1,7 @@
 """The n-gram embedding against Python's integers and NumPy float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -59,23 +61,22 @@ def test_gather_is_exact(case, implementation):
 def test_mix_matches_float64(case, implementation):
     inputs = case.inputs()
     out, window = call(mix, inputs, implementation)
-    names = ("norm_key", "norm_query", "norm_conv", "conv1d")
-    weights = [f64(inputs[n]) for n in names]
     history, dtype = inputs["history"], inputs["streams"].dtype
     length = history.shape[1]
     np.testing.assert_array_equal(f64(window[:, :length]), f64(history))
     assert out.dtype == dtype
     assert window.dtype == history.dtype
     share = 2.0**-6 if dtype == jnp.bfloat16 else 4e-6
+    weights = {n: f64(inputs[n]) for n in ("norm_key", "norm_query", "norm_conv")}
+    fixed = dict(taps=f64(inputs["conv1d"]), dilation=inputs["dilation"], eps=inputs["eps"])
     for row in range(len(history)):
-        arrays = [f64(inputs[n][row]) for n in ("key", "value", "streams")]
-        past = f64(history[row])
-        want, normed = oracle.ple_mix(*arrays, *weights, past, inputs["dilation"], inputs["eps"])
+        arrays = {n: f64(inputs[n][row]) for n in ("key", "value", "streams", "history")}
+        want, normed = oracle.ple_mix(**arrays, **weights, **fixed)
         assert_matches(out[row], want, share=share)
         assert_matches(window[row, length:], normed, share=share)
 
 
-def _impulse(length, history=0):
+def _impulse(length) -> dict[str, Any]:
     """Inputs whose normed value is 1 in channel 0 of token 0 and nothing afterwards."""
     value = np.zeros((1, length, 1), np.float32)
     value[0, 0] = 1
