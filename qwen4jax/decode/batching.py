@@ -85,11 +85,13 @@ class _Running:
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
         self._stops = StopStrings(request.sampling.stop)
 
-    def take(self, ids: Sequence[int], logprobs: Any, reason: FinishReason) -> Delta:
+    def take(
+        self, ids: Sequence[int], logprobs: Sequence[float] | None, reason: FinishReason
+    ) -> Delta:
         """Adds a burst, up to the token in which a stop string is complete."""
         text, taken = "", []
         for place, token in enumerate(ids):
-            taken.append(int(token))
+            taken.append(token)
             # a stop id is no part of the text, a stop string could not end in it either
             is_stop_id = reason == FinishReason.STOP and place == len(ids) - 1
             if self._decoder is not None and not is_stop_id:
@@ -104,7 +106,7 @@ class _Running:
         self.times.setdefault("first", _now())
         if self.done:
             self.times["last"] = _now()
-        kept = None if logprobs is None else [float(x) for x in logprobs[: len(taken)]]
+        kept = None if logprobs is None else list(logprobs[: len(taken)])
         return Delta(self.number, taken, kept, text, reason.public)
 
     def seconds(self, start: str, end: str) -> float:
@@ -240,14 +242,16 @@ class Engine:
 
     def _read(self, rows: list[_Running], burst: Burst) -> Iterator[Delta]:
         """Hands out a burst; frees the slots of requests that ended with it."""
-        host = jax.device_get(burst)
+        tokens, counts, reasons, logprobs = jax.device_get(
+            (burst.tokens, burst.count, burst.reason, burst.logprobs)
+        )
         for row in rows:
             if row.done:
                 continue
-            count, reason = int(host.count[row.slot]), FinishReason(int(host.reason[row.slot]))
+            count, reason = int(counts[row.slot]), FinishReason(int(reasons[row.slot]))
             row.rounds += bool(row.ids)
-            logprobs = None if host.logprobs is None else host.logprobs[row.slot, :count]
-            delta = row.take(host.tokens[row.slot, :count], logprobs, reason)
+            own = None if logprobs is None else logprobs[row.slot, :count].tolist()
+            delta = row.take(tokens[row.slot, :count].tolist(), own, reason)
             if row.done:
                 self._active = _stop(self._active, jnp.int32(row.slot))
                 self.finished[row.number] = row

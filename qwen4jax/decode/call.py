@@ -65,7 +65,7 @@ class Call:
         capacity = 0 if state is None else state.capacity
         feed = max(len(r.ids) for r in self.requests)
         self.sizes = Sizes(
-            slots=min(slots, _power_of_two(len(self.requests))),
+            slots=slots_for(len(self.requests), slots),
             max_length=bucket(max(capacity, *need), longest),
             drafts=drafts,
             chunk=chunk_for(feed, chunk),
@@ -206,6 +206,11 @@ def _eos_ids(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def slots_for(requests: int, most: int) -> int:
+    """The smallest bucket of slots that holds all requests at once, at most `most`."""
+    return min(_power_of_two(requests), most)
 
 
 def bucket(length: int, longest: int) -> int:

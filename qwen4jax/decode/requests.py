@@ -148,7 +148,7 @@ def prompt_ids(prompt: Any, where: str, vocab_size: int, tokenizer: Tokenizer | 
 
 def make_requests(
     prompts: Sequence[Any],
-    sampling: Sampling | Sequence[Sampling],
+    sampling: Any,
     *,
     vocab_size: int,
     longest: int,
