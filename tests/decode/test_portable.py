@@ -319,10 +319,9 @@ def test_extracted_pages_are_in_order_and_hold_nothing_else():
     # page 3 has the last two of 30 tokens, page 4 none
     assert not np.asarray(cache.key[4]).any()
     assert np.isfinite(np.asarray(cache.key[3, :6])).all()
-    full = extract(mates, 1, pages=4)
+    assert extract(mates, 1, pages=4).capacity == 32
     with pytest.raises(ValueError, match="pages: 3 of 8 do not hold 30 tokens"):
         extract(mates, 1, pages=3)
-    assert full.capacity == 32
 
 
 @pytest.mark.parametrize("length", [1, 4, 13, 16, 19, 20, 30])
@@ -370,10 +369,7 @@ def test_tokens_without_a_page_are_dropped():
         (lambda: graft(empty(), 0, empty()), "source: has 3 slots"),
         (lambda: graft(empty(page_size=4), 0, begun()), "source: pages of 8 tokens, not of 4"),
         (lambda: graft(empty(max_length=32), 0, begun()), "source: 8 pages, a slot .* has 4"),
-        (
-            lambda: graft(empty(), 0, begun().replace(mtp=None)),
-            "source: has no draft head's cache",
-        ),
+        (lambda: graft(empty(), 0, begun().replace(mtp=None)), "source: has no draft head's cache"),
         (
             lambda: graft(empty(kv_dtype="bfloat16"), 0, begun()),
             r"source: layers.1.key has float32 \[8, 2, 16\] .* state bfloat16",
