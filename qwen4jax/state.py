@@ -97,7 +97,7 @@ class DecodeState(struct.PyTreeNode):
     @property
     def page_size(self) -> int:
         """Tokens in a page."""
-        caches = [c for c in self.layers if isinstance(c, AttentionCache)]
+        caches = [c for c in (*self.layers, self.mtp) if isinstance(c, AttentionCache)]
         return caches[0].key.shape[1] if caches else DEFAULT_PAGE_SIZE
 
 
