@@ -66,8 +66,9 @@ class Completion:
     logprobs: list[float] | None
     usage: Usage
     timings: Timings
-    captured: Any = None
-    state: Any = None
+    # large arrays: not printed, and of no use in a comparison
+    captured: Any = dataclasses.field(default=None, repr=False, compare=False)
+    state: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def tokens_per_round(self) -> float | None:

@@ -193,6 +193,13 @@ def test_completions_cannot_be_changed(field: str):
         setattr(one, field, None)
 
 
+def test_completions_print_and_compare_without_their_arrays():
+    parts: Any = ([1], None, "stop", None, Usage(1, 1), Timings(0, 0.0, 0.0, 0.0))
+    one, other = Completion(*parts, {"x": np.zeros(9)}, np.ones(9)), Completion(*parts)
+    assert one == other
+    assert "array" not in repr(one)
+
+
 @pytest.mark.parametrize(("rounds", "mean"), [(0, None), (2, 1.5)])
 def test_tokens_per_round_leave_out_the_first(rounds: int, mean: float | None):
     one = Completion([1] * 4, None, "stop", None, Usage(1, 4), Timings(rounds, 0.0, 0.0, 0.0))
