@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
