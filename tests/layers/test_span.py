@@ -6,16 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen4jax.config import Config
+from qwen4jax.config import Config, RopeParameters
 from qwen4jax.forward_pass import forward
 from qwen4jax.span import make_span, physical, rope_table
 from qwen4jax.state import abstract_state
 from tests import oracle, tiny
 from tests.tiny import ROWS, T0, assert_close, exact, feed_rows, live, new_state, prompt, run, t0
 
+# every axis ends at another pair
+UNEVEN = Config.tiny(head_dim=64, rope_parameters=RopeParameters(mrope_section=(4, 3, 1)))
+
 
 @pytest.mark.parametrize(
-    "config", [T0, Config.tiny(), Config.flash_next()], ids=["t0", "tiny", "released"]
+    "config",
+    [T0, Config.tiny(), UNEVEN, Config.flash_next()],
+    ids=["t0", "tiny", "uneven", "released"],
 )
 def test_the_table_interleaves_three_axes(config):
     """Unequal positions, against Hugging Face's slices in float64."""
