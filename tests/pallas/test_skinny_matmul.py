@@ -1,7 +1,5 @@
 """The dense projection against NumPy float64."""
 
-import numpy as np
-
 from qwen4jax.pallas.skinny_matmul import IMPLEMENTATIONS, skinny_matmul
 from qwen4jax.pallas.skinny_matmul.cases import CASES
 from tests.pallas.calls import assert_matches, call, f64, over_cases
@@ -20,10 +18,10 @@ def test_matches_float64(case, implementation):
 
 @over_cases(CASES, "skinny_matmul", IMPLEMENTATIONS)
 def test_a_row_is_the_same_in_other_company(case, implementation):
-    """Reversed rows give reversed results."""
+    """Reversed rows give reversed results, but for the order of their sums."""
     inputs = case.inputs()
     if inputs["x"].ndim != 2:
         inputs["x"] = inputs["x"].reshape(-1, inputs["x"].shape[-1])
     forth = f64(call(skinny_matmul, inputs, implementation))
-    back = f64(call(skinny_matmul, inputs | {"x": inputs["x"][::-1]}, implementation))
-    np.testing.assert_array_equal(back[::-1], forth)
+    back = call(skinny_matmul, inputs | {"x": inputs["x"][::-1]}, implementation)[::-1]
+    assert_matches(back, forth, steps=2.0)
