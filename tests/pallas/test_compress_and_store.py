@@ -69,6 +69,18 @@ def test_store_writes_the_tokens_and_nothing_else(case, implementation):
         np.testing.assert_array_equal(_bytes(getattr(got, part)), _bytes(getattr(cache, part)))
 
 
+@pytest.mark.parametrize("implementation", STORE)
+def test_e4m3_pages_saturate(implementation):
+    """Values past 448 would be cast to NaN, and one NaN spoils every query that selects it."""
+    inputs = next(c for c in CASES if c.name == "bfloat16_to_e4m3").inputs()
+    for part, value in (("key", 500.0), ("value", -1e6)):
+        inputs[part] = inputs[part].at[0, 0].set(value)
+    got = call(store, inputs, implementation)
+    at = divmod(int(inputs["span"].slot[0, 0]), inputs["cache"].key.shape[1])
+    np.testing.assert_array_equal(f64(got.key[at]), 448)
+    np.testing.assert_array_equal(f64(got.value[at]), -448)
+
+
 @over_cases(CASES, "compress", COMPRESS)
 def test_compress_matches_float64(case, implementation):
     """Blocks that end in the span, members before it from the ring; the rest stays as it was."""

@@ -34,7 +34,10 @@ def store(
     *,
     implementation: str | None = None,
 ) -> AttentionCache:
-    """Writes prepared keys and values to the pages; tokens without a place are dropped."""
+    """Writes prepared keys and values to the pages; tokens without a place are dropped.
+
+    In e4m3 pages values beyond +-448 are stored as that.
+    """
     return registry.choose("compress_and_store.store", implementation, STORE)(
         cache, key, value, span
     )

@@ -43,5 +43,9 @@ def compress(cache, raw_key, norm, span, *, ratio, eps):
 def _write_pages(pages, rows, slots):
     """`pages` [P, S, ...] with `rows` [B, T, ...] at places `slots` [B, T], others dropped."""
     flat = pages.reshape(-1, *pages.shape[2:])
+    limits = jnp.finfo(pages.dtype)
+    if limits.bits == 8:
+        # a cast beyond e4m3's range gives NaN
+        rows = jnp.clip(rows, limits.min.astype(rows.dtype), limits.max.astype(rows.dtype))
     flat = flat.at[slots].set(rows.astype(pages.dtype), mode="drop")
     return flat.reshape(pages.shape)
