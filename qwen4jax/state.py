@@ -199,8 +199,17 @@ def init_state(config: Config, *, contiguous: bool = True, **sizes: Any) -> Deco
         contiguous: give each slot its pages now, in order. Otherwise no slot has pages until
             `assign_pages`.
         **sizes: as `abstract_state`.
+
+    Raises:
+        ValueError: as `abstract_state`, or the pool has too few pages to give each slot its own.
     """
     shapes = abstract_state(config, **sizes)
+    wanted, pages = shapes.page_table.size, sizes.get("pages")
+    if contiguous and pages is not None and pages < wanted:
+        raise ValueError(
+            f"pages: {pages} are too few for {shapes.slots} slots of "
+            f"{shapes.page_table.shape[1]}; contiguous=False leaves them unassigned"
+        )
     state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     slots, per_slot = state.page_table.shape
     table = jnp.full((slots, per_slot), -1, jnp.int32)

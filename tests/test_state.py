@@ -248,6 +248,14 @@ def test_the_ring_outlives_rejected_drafts(ratio, drafts):
         assert not {i % ring for i in open_block} & {i % ring for i in rejected}
 
 
+def test_slots_get_pages_that_exist():
+    """A table past the pool's end would drop writes and clamp reads without a word."""
+    with pytest.raises(ValueError, match=r"^pages: 31 are too few for 4 slots of 8; contiguous="):
+        new_state(pages=31)
+    assert new_state(pages=32).layers[3].key.shape[0] == 32
+    assert (np.asarray(new_state(pages=31, contiguous=False).page_table) == -1).all()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
