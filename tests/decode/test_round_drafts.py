@@ -14,6 +14,7 @@ from qwen4jax.decode.round import begin, run_round, speculative_round
 from qwen4jax.model import draft_step, head
 from tests.decode.planted import (
     GREEDY,
+    PAGE,
     SLOTS,
     Play,
     Request,
@@ -194,6 +195,25 @@ def test_shared_steps_select_nothing_and_store_their_keys(share: str, selections
     steps = {name for name in ("draft_1", "draft_2") if any(name in op for op in operations)}
     assert any("draft_extend" in op for op in operations)
     assert steps == ({"draft_1", "draft_2"} if share == "fresh" else set())
+
+
+def test_a_shared_step_stores_the_index_key_of_its_own_row():
+    """SPC-11: raw, and pooled where it ends a block, as the first step of its own selection does.
+
+    Both steps have the same residual and token, so that their keys are the same.
+    """
+    share, fresh = (begun(mode, LONG)[0].mtp for mode in ("share", "fresh"))
+    table = np.asarray(new_state(t0(), 3).page_table)
+    for slot, request in enumerate(LONG):
+        row = len(request.prompt)
+        place = slot, row % share.ring.shape[1]
+        np.testing.assert_allclose(share.ring[place], fresh.ring[place], rtol=0, atol=1e-4)
+        assert np.abs(share.ring[place]).max() > 0
+        if row % 4 == 3:
+            block = table[slot, row // PAGE], row % PAGE // 4
+            pooled = share.index_key[block], fresh.index_key[block]
+            np.testing.assert_allclose(*pooled, rtol=0, atol=1e-4)
+            assert np.abs(pooled[0]).max() > 0
 
 
 def test_shared_steps_leave_the_index_keys_of_fresh_ones():
