@@ -33,6 +33,11 @@ _REQUIRED = (
 ).split()
 
 
+_ROPE_FIELDS = frozenset(
+    "rope_type rope_theta partial_rotary_factor mrope_section mrope_interleaved".split()
+)
+
+
 class ConfigError(ValueError):
     """A configuration that names no model this package can run; the message names the field."""
 
@@ -64,7 +69,11 @@ def read_fields(raw: Any, known: set[str]) -> dict[str, Any]:
     merged = {**raw, **text}
     ignored = {"ple_embedding_dtype"} | _WITHOUT_EFFECT
     internal = {"rope_parameters", "layer_types", "quantization", "ablation", "dtype"}
-    unknown = sorted(set(merged) - known - ignored)
+    own = {"quantization", "ablation"}
+    unknown = sorted(set(merged) - (known - own) - ignored)
+    rope = merged.get("rope_parameters")
+    if isinstance(rope, dict):
+        unknown += sorted(f"rope_parameters.{name}" for name in set(rope) - _ROPE_FIELDS)
     if unknown:
         warnings.warn(
             f"config.json: unknown fields without effect: {', '.join(unknown)}", stacklevel=4
@@ -104,7 +113,7 @@ def _read_rope(raw: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"rope_parameters.rope_type: {rope_type!r} is not supported, only 'default'"
         )
-    if not rope.get("mrope_interleaved", True):
+    if rope.get("mrope_interleaved", True) is not True:
         raise ConfigError("rope_parameters.mrope_interleaved: only true is supported")
     for name in ("partial_rotary_factor", "rope_theta"):
         if name in raw and rope.get(name, raw[name]) != raw[name]:

@@ -189,6 +189,12 @@ def test_bad_rotary_settings_are_named(field: str, value: Any):
     assert refusal(rope_parameters=rope).startswith(f"rope_parameters.{field}:")
 
 
+def test_unknown_fields_inside_or_of_our_own_are_reported():
+    rope = RAW["rope_parameters"] | {"factor": 2.0}
+    with pytest.warns(UserWarning, match=r"effect: ablation, rope_parameters\.factor$"):
+        assert read(rope_parameters=rope, ablation={"index_share": "share"}) == T0
+
+
 def test_unknown_fields_are_reported_once():
     with pytest.warns(
         UserWarning, match="unknown fields without effect: another, surprise$"

@@ -123,8 +123,12 @@ def prefill(
         The state, and the output head's input at each prompt's last token.
 
     Raises:
-        ValueError: a slot has no room for its prompt; nothing has been fed then.
+        ValueError: a slot is not there or named twice, or has no room for its prompt; nothing has
+            been fed then.
     """
+    for row, slot in enumerate(slots):
+        if not 0 <= slot < state.slots or slot in slots[:row]:
+            raise ValueError(f"slots[{row}]: {slot} is not in 0..{state.slots - 1} or stands twice")
     lengths = np.asarray([len(p) for p in prompts])
     fed = np.asarray(state.length)[np.asarray(slots)]
     # pages may round a slot up past the longest context

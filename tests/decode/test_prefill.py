@@ -103,6 +103,12 @@ def test_a_prompt_that_does_not_fit_is_named_before_any_is_fed(prompts: Any, mes
     assert np.asarray(state.length).sum() == 3
 
 
+@pytest.mark.parametrize("slots", [[0, 0], [0, -1], [0, 99]])
+def test_a_slot_that_is_not_there_or_stands_twice_is_named(slots: list[int]):
+    with pytest.raises(ValueError, match=rf"slots\[1\]: {slots[1]} is not in 0\.\.\d+ or stands"):
+        prefill(t0(), new_state(t0(), 3), [[5], [6]], slots)
+
+
 SAVED = (Request(PROMPTS[9], GREEDY), Request(PROMPTS[12][:13], GREEDY))
 
 

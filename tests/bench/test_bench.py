@@ -1,0 +1,86 @@
+"""The benchmarks on a CPU: the byte budget, a line of every field, reports equal to their data."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FIELDS = (
+    "config devices batch context draft acceptance round_ms verify_ms draft_ms commit_ms host_ms "
+    "tokens_per_s_per_user tokens_per_s floor_ms floor_fraction kernels graph_segments "
+    "bytes_weights bytes_state bytes_table bytes_peak device commit"
+).split()
+
+
+def run(*arguments: str) -> str:
+    """Standard output of a module of bench/, in a process of its own: it sets XLA's flags."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_byte_budget_is_that_of_the_design():
+    table = run("bench.roofline", "--floor-only")
+    found = {n: float(gb) for n, gb in re.findall(r"\| \**([\w -]+?)\** \| \**([\d.]+)", table)}
+    # design.md section 6, in GB
+    expected = {
+        "GDN projections": 4.17,
+        "QSA projections": 1.23,
+        "gated residual": 1.27,
+        "lm_head": 1.27,
+        "routed experts": 5.15,
+        "verify": 14.2,
+        "commit": 0.2,
+        "draft": 4.9,
+    }
+    for name, gigabytes in expected.items():
+        assert abs(found[name] - gigabytes) < max(0.02 * gigabytes, 0.05), name
+
+
+def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
+    run(
+        *"bench.decode --config tiny --batch 2 --context 100 --rounds 20 --no-profile".split(),
+        "--out",
+        str(tmp_path),
+    )
+    (line,) = (tmp_path / "decode.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert set(FIELDS) <= set(record)
+    assert record["device"] == "cpu"
+    assert 3 <= record["tokens_per_round"] <= 4
+    assert record["round_ms"] > 0
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic():
+    code = (
+        "from bench.released import *; c = released_config();"
+        "s = state_shapes(c, batch=32, context=65536, drafts=3, kv_dtype=None, room=64);"
+        "require_memory(plan_memory(c, abstract(c, s)), int(138e9))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(
+        r"does not fit: weights 83\.1 \+ .* = 1\d\d\.\d GB is over 138\.0 GB", done.stderr
+    )
+
+
+def test_the_report_is_made_of_the_results():
+    committed = (ROOT / "bench/results/nvidia-h200/README.md").read_text()
+    assert run("bench.report", "--device", "nvidia-h200") == committed
