@@ -184,15 +184,16 @@ def test_rows_of_a_slot_number_past_the_last_are_dropped():
     np.testing.assert_array_equal(controls.output_counts, counts)
     assert not np.asarray(burst.count).any()
     assert not np.asarray(burst.finished).any()
-    # one row of a chunk is there, between two that are not
-    slots = jnp.full(SLOTS, SLOTS, jnp.int32).at[1].set(2)
+    # one row of a chunk is there, that of the slot which a clipped number would hit
+    last = SLOTS - 1
+    slots = jnp.full(SLOTS, SLOTS, jnp.int32).at[1].set(last)
     row = jnp.zeros((SLOTS, CHUNK), jnp.int32).at[1, :5].set(jnp.asarray(ROWS[0].prompt))
-    play.state = reset_slots(play.params.config, state, jnp.asarray([2]))
+    play.state = reset_slots(play.params.config, state, jnp.asarray([last]))
     state, hidden = prefill_chunk(t0(), play.state, slots, row, full.at[1].set(5))
     alone = Play(t0("share"), 3, ROWS[:1])
     state, _, burst = begin_slots(play.params, state, controls_of([ROWS[0]] * SLOTS), hidden, slots)
     assert int(burst.tokens[1, 0]) == alone.ids[0][0]
-    assert_same_live(state, alone.state, [2], [0])
+    assert_same_live(state, alone.state, [last], [0])
 
 
 def test_synthetic_acceptance_takes_the_drafts_as_they_are():
