@@ -220,7 +220,8 @@ def test_programs_are_compiled_once_per_bucket_drafts_and_mode():
     config = SMALL.replace(num_hidden_layers=1, layer_types=(SPARSE,), ple_layer_ids=())
     model = random_params(config)
     greedy, seeded = Sampling(temperature=0), Sampling(temperature=0.7, seed=1)
-    programs, chunks = run_round._cache_size(), prefill_chunk._cache_size()
+    jitted: Any = run_round, prefill_chunk
+    programs, chunks = (function._cache_size() for function in jitted)
     cases = (
         (2, 0, (greedy, dataclasses.replace(greedy, max_new_tokens=3, stop_ids=(4, 5)))),
         (2, 0, (seeded, dataclasses.replace(seeded, temperature=1.5, seed=2**40))),
@@ -245,9 +246,9 @@ def test_programs_are_compiled_once_per_bucket_drafts_and_mode():
                 state, controls, active, burst = run_round(model, state, controls, active)
                 for row in range(2 if number == 0 else 0):
                     ids[-1][row] += np.asarray(burst.tokens)[row, : burst.count[row]].tolist()
-            assert run_round._cache_size() - programs == compiled
+            assert jitted[0]._cache_size() - programs == compiled
     # a bucket and a number of drafts each; the mode takes no part
-    assert prefill_chunk._cache_size() - chunks == 3
+    assert jitted[1]._cache_size() - chunks == 3
     plain, drawn, drafted, wider = ids
     assert plain == wider != drawn
     for few, more in zip(plain, drafted, strict=True):
