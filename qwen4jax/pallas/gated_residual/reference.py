@@ -14,6 +14,9 @@ def mix(streams, norm, down, up, inject, *, eps):
     flat = normed.reshape(*normed.shape[:-2], -1)
     low = skinny_matmul(flat, down, None, out_dtype=jnp.float32)
     low = jax.nn.silu(low / count).astype(streams.dtype)
+    # XLA's CPU compiler of jaxlib 0.11.2 fuses both products into one that is wrong from a few
+    # hundred rows on, if nothing else reads the streams
+    low = jax.lax.optimization_barrier(low)
     gates = jax.nn.sigmoid(skinny_matmul(low, up, None, out_dtype=jnp.float32))
     gates = gates.reshape(normed.shape)
     x = jnp.mean(gates * normed.astype(jnp.float32), axis=-2).astype(streams.dtype)
