@@ -1,18 +1,22 @@
 """Times the speculative round at the released size, with random weights and a synthetic acceptance.
 
     python -m bench.decode --batch 1 --context 65536 --draft 3 --acceptance 3.23
+    python -m bench.decode --run batch=1 --run draft=0 --run batch=32,kv=e4m3,rounds=40
 
 Method: weights are random in the stored forms, keys and states are random; each round accepts a
 number of drafts drawn per slot and round so that the mean is `--acceptance` (the bonus token
 counts), so its work is that of a real round. Rounds are queued one behind the other as a server
 would; `round_ms` is the median over groups of rounds of wall time over rounds. Parts come from a
 profile of single rounds: kernel durations by `jax.named_scope`, without a command buffer.
-One JSON line per run goes to `bench/results/<device>/decode.jsonl`.
+One JSON line per run goes to `bench/results/<device>/decode.jsonl`. Several runs share the weights
+and compile side by side; `bytes_peak` is the process's peak up to then, so name the small ones
+first.
 """
 
 import argparse
+import concurrent.futures
+import copy
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -20,6 +24,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +47,10 @@ from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode.round import speculative_round
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
-from qwen4jax.decode.stopping import synthetic_accept
+from qwen4jax.decode.stopping import Controls, synthetic_accept
 from qwen4jax.layers.capture import Capture
 from qwen4jax.model import step
+from qwen4jax.params import Params
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -55,60 +61,97 @@ def main(argv: list[str] | None = None) -> None:
         config = released_config(layers=args.layers, experts=args.experts)
     else:
         config = Config.tiny(quantization=Quantization(experts=args.experts))
-    config = config.replace(ablation=Ablation(index_share=args.index_share))
-    kv = None if args.kv == "bf16" else "float8_e4m3fn"
-    room = min(args.rounds + 64, 1024) * (args.draft + 1)
-    shapes = state_shapes(
-        config, batch=args.batch, context=args.context, drafts=args.draft, kv_dtype=kv, room=room
-    )
-    plan = plan_memory(config, abstract(config, shapes))
-    print(plan.describe(), flush=True)
-    if device_bytes():
-        require_memory(plan, device_bytes())
+    runs = [Run(one, config) for one in scenarios(args)]
+    for run in runs:
+        print(run.plan.describe(), flush=True)
+        if device_bytes():
+            require_memory(run.plan, device_bytes())
     started = time.time()
     params = build(config)
-    state = filled_state(config, shapes, args.context)
-    jax.block_until_ready(state)
     print(f"built in {time.time() - started:.1f} s", flush=True)
-    record = measure(args, config, params, state)
-    record |= {
-        "bytes_weights": plan.weights,
-        "bytes_table": plan.table,
-        "bytes_state": plan.state,
-        "build_s": round(time.time() - started, 1),
-    }
-    write(record, args.out)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda run: compile_round(run, params), runs))
+    for run, program in zip(runs, programs, strict=True):
+        write(measure(run, program, params), args.out)
 
 
-def measure(args, config, params, state) -> dict:
-    """Runs and times rounds; everything a result line says but the memory plan."""
-    batch, drafts = args.batch, args.draft
-    greedy = Sampling(temperature=0, max_new_tokens=1 << 30, ignore_eos=True)
-    controls = make_controls([Row(greedy, args.context)] * batch, batch, config.vocab_size)
-    active = jnp.ones(batch, bool)
-    distinct = distinct_experts(params, state, drafts)
+class Run:
+    """One line of the results to be: what is fixed before anything is allocated."""
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2, 3, 4))
+    def __init__(self, args: argparse.Namespace, config: Config):
+        self.args = args
+        self.config = config.replace(ablation=Ablation(index_share=args.index_share))
+        self.shapes = state_shapes(
+            self.config,
+            batch=args.batch,
+            context=args.context,
+            drafts=args.draft,
+            kv_dtype=None if args.kv == "bf16" else "float8_e4m3fn",
+            room=min(args.rounds + 64, 1024) * (args.draft + 1),
+        )
+        self.plan = plan_memory(self.config, abstract(self.config, self.shapes))
+
+    def controls(self) -> Controls:
+        """Greedy rows that never end."""
+        greedy = Sampling(temperature=0, max_new_tokens=1 << 30, ignore_eos=True)
+        batch = self.args.batch
+        rows = [Row(greedy, self.args.context)] * batch
+        return make_controls(rows, batch, self.config.vocab_size)
+
+    @property
+    def name(self) -> str:
+        """Unlike those of the other runs of a process; XLA's dump carries it."""
+        a = self.args
+        return f"bench_round_b{a.batch}_c{a.context}_n{a.draft}_{a.kv}_{a.index_share}"
+
+
+def compile_round(run: Run, params: Params) -> tuple[Any, float]:
+    """The compiled round, and the seconds it took."""
+    batch, drafts = run.args.batch, run.args.draft
+
     def bench_round(params, state, controls, active, number):
         accepted = synthetic_accept(
-            args.acceptance, 0, number, jnp.arange(batch, dtype=jnp.int32), drafts
+            run.args.acceptance, 0, number, jnp.arange(batch, dtype=jnp.int32), drafts
         )
         state, controls, active, burst = speculative_round(
             params, state, controls, active, accepted
         )
         return state, controls, active, number + 1, burst
 
-    carry = (state, controls, active, jnp.int32(0))
+    bench_round.__name__ = run.name
     begun = time.time()
-    compiled = bench_round.lower(params, *carry).compile()
-    compile_s = time.time() - begun
-    print(f"compiled in {compile_s:.1f} s", flush=True)
-    run = lambda c: compiled(params, *c)  # noqa: E731
+    active = jax.ShapeDtypeStruct((batch,), bool)
+    compiled = (
+        jax.jit(bench_round, donate_argnums=(1, 2, 3, 4))
+        .lower(
+            params.replace(config=run.config),
+            abstract(run.config, run.shapes),
+            run.controls(),
+            active,
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
+        .compile()
+    )
+    seconds = time.time() - begun
+    print(f"{run.name}: compiled in {seconds:.1f} s", flush=True)
+    return compiled, seconds
+
+
+def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
+    """Runs and times rounds; everything a result line says but where it was measured."""
+    args, config, (compiled, compile_s) = run.args, run.config, program
+    batch, drafts = args.batch, args.draft
+    params = params.replace(config=config)
+    state = filled_state(config, run.shapes, args.context)
+    distinct = distinct_experts(params, state, drafts)
+    carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0))
+    del state
+    call = lambda c: compiled(params, *c)  # noqa: E731
     # the first rounds build the graph
-    carry, _ = queue_rounds(run, carry, 3)
+    carry, _ = queue_rounds(call, carry, 3)
     groups = []
     for _ in range(max(args.rounds // GROUP, 1)):
-        carry, group = queue_rounds(run, carry, GROUP)
+        carry, group = queue_rounds(call, carry, GROUP)
         groups.append(group)
     walls = [g.wall_s for g in groups]
     hosts = [s for g in groups for s in g.host_s]
@@ -116,7 +159,7 @@ def measure(args, config, params, state) -> dict:
     round_ms = statistics.median(walls) * 1e3
     parts, kernels = {}, None
     if not args.no_profile:
-        events = device_kernels(lambda c: run(c)[:4], carry, rounds=3)
+        events = device_kernels(lambda c: call(c)[:4], carry, rounds=3)
         parts, kernels = time_by_part(events, compiled.as_text() or "", rounds=3)
     floor = floor_parts(
         config,
@@ -152,10 +195,13 @@ def measure(args, config, params, state) -> dict:
         "floor_ms": round(floor_ms, 3),
         "floor_fraction": round(floor_ms / round_ms, 3),
         "kernels": kernels,
-        "graph_segments": graph_segments(),
+        "graph_segments": graph_segments(run.name),
         "distinct_experts": [round(statistics.mean(distinct), 1), min(distinct), max(distinct)],
         "expected_distinct": round(expected_distinct(choices, config.num_experts), 1),
         "compile_s": round(compile_s, 1),
+        "bytes_weights": run.plan.weights,
+        "bytes_table": run.plan.table,
+        "bytes_state": run.plan.state,
         "bytes_peak": stats.get("peak_bytes_in_use"),
         "parts_ms": {f"{name} ({ph})": round(ms, 4) for (name, ph), ms in sorted(parts.items())},
         "floor_parts_ms": {f"{p.name} ({p.phase})": round(p.floor_ms, 4) for p in floor},
@@ -203,9 +249,9 @@ def distinct_experts(params, state, drafts: int) -> list[int]:
     return [len(np.unique(ids)) for ids in found.values()]
 
 
-def graph_segments() -> int | None:
-    """Command buffers of the compiled round, from XLA's own plan; None if it wrote none."""
-    plans = sorted(Path(HLO_DUMP).glob("*bench_round*thunk_sequence_after_thunk_passes.txt"))
+def graph_segments(name: str) -> int | None:
+    """Command buffers of a compiled round, from XLA's own plan; None if it wrote none."""
+    plans = sorted(Path(HLO_DUMP).glob(f"*jit_{name}.*thunk_sequence_after_thunk_passes.txt"))
     if not plans:
         return None
     return len(re.findall(r"kCommandBuffer", plans[-1].read_text()))
@@ -248,12 +294,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--out", help="folder of decode.jsonl; by default bench/results/<device>")
+    parser.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help=f"one of several runs: what differs of {', '.join(VARIED)}",
+    )
     args = parser.parse_args(argv)
     if args.layers < 4 or args.layers % 4:
         parser.error(f"--layers: {args.layers} is not a multiple of 4")
-    if args.acceptance is None:
-        args.acceptance = 3.23 if args.draft == 3 else 1 + 0.74 * args.draft
+    for given in args.run:
+        for part in given.split(","):
+            if part.partition("=")[0] not in VARIED or "=" not in part:
+                parser.error(f"--run: {part!r} is not NAME=VALUE with one of {', '.join(VARIED)}")
     return args
+
+
+VARIED = ("batch", "context", "draft", "acceptance", "kv", "index_share", "rounds")
+
+
+def scenarios(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The arguments of each run."""
+    runs = []
+    for given in args.run or [""]:
+        one = copy.copy(args)
+        for name, value in (part.split("=") for part in given.split(",") if part):
+            number = float if name == "acceptance" else int
+            setattr(one, name, value if name in ("kv", "index_share") else number(value))
+        if one.acceptance is None:
+            one.acceptance = 3.23 if one.draft == 3 else 1 + 0.74 * one.draft
+        runs.append(one)
+    return runs
 
 
 if __name__ == "__main__":
