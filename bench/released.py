@@ -100,7 +100,9 @@ def filled_state(config: Config, shapes: dict, context: int, seed: int = 1) -> D
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+# without `keep_unused` the argument, of which only the shape is read, is dropped before it could be
+# donated, and the cache is held twice
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _noise(like: jax.Array) -> jax.Array:
     """Values in [-0.5, 0.5) by a hash of their place: no random bits to hold beside the caches."""
     if jnp.issubdtype(like.dtype, jnp.integer):
