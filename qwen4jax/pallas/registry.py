@@ -1,20 +1,215 @@
-"""Which implementation of an operation runs."""
+"""Which implementation of an operation runs, and why.
 
-from collections.abc import Callable, Mapping
+    with registry.using("reference"):          # every operation that has one
+        ...
+    with registry.using({"moe.experts": "triton"}):
+        ...
+    print(registry.explain())
+
+The order of choice: the implementation named in the call, the one named by `using`, the fastest
+that was measured on this kind of device (`measured.py`), the reference. A named implementation
+runs or raises; the others are skipped where they do not apply. What is chosen is part of what a
+jitted function is compiled for.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 
-def choose(
-    op: str, implementation: str | None, implementations: Mapping[str, Callable[..., Any]]
-) -> Callable[..., Any]:
-    """The implementation named, or the one preferred: the last that is listed.
+from qwen4jax import pallas
+from qwen4jax.pallas.measured import FASTEST
+
+REFERENCE = "reference"
+
+# ((operation or "", implementation), ...), and the kind of device traced for
+_choice = jax.make_user_context(())
+_device = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An implementation that is not for every device or argument.
+
+    Attributes:
+        function: dotted name, imported when it first runs: kernel languages are extras.
+        needs: packages that must be installed.
+        devices: pattern of the kinds of device it runs on.
+        devices_text: the same in words.
+        refuses: what keeps it from given arguments, if anything; called like the operation.
+    """
+
+    function: str
+    needs: tuple[str, ...] = ()
+    devices: str = r"NVIDIA"
+    devices_text: str = "an NVIDIA GPU"
+    refuses: Callable[..., str | None] = lambda *args, **kwargs: None
+
+    def missing(self, device: str) -> str | None:
+        """What keeps it from this kind of device, if anything."""
+        if not re.search(self.devices, device):
+            return f"needs {self.devices_text}, this is {device}"
+        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if absent:
+            return f"needs {', '.join(absent)} (pip install 'qwen4jax[gpu]')"
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        module, _, name = self.function.rpartition(".")
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+class Operation(Mapping[str, Callable[..., Any]]):
+    """One operation's implementations by name, the reference among them."""
+
+    def __init__(self, name: str, implementations: Mapping[str, Callable[..., Any]]):
+        assert REFERENCE in implementations
+        self.name = name
+        self._implementations = dict(implementations)
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self._implementations[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._implementations)
+
+    def __len__(self) -> int:
+        return len(self._implementations)
+
+    def run(self, implementation: str | None, rows: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the implementation named, or the one preferred for `rows` rows.
+
+        Raises:
+            ValueError: there is none of that name.
+            NotImplementedError: the one named does not run here, or not with these arguments.
+        """
+        if implementation is not None:
+            run = self._named(implementation, args, kwargs)
+        else:
+            run = self._preferred(rows, args, kwargs)
+        return run(*args, **kwargs)
+
+    def _named(self, name: str, args: Any, kwargs: Any) -> Callable[..., Any]:
+        if name not in self:
+            known = ", ".join(self)
+            raise ValueError(f"{self.name}: no implementation {name!r}; there are: {known}")
+        if reason := self._refusal(name, args, kwargs):
+            raise NotImplementedError(f"{self.name}: {name!r} {reason}")
+        return self[name]
+
+    def _preferred(self, rows: int, args: Any, kwargs: Any) -> Callable[..., Any]:
+        for operation, name in _choice.value:
+            if operation == self.name or (not operation and name in self):
+                return self._named(name, args, kwargs)
+        for name in self.order(device_kind(), rows):
+            if self._refusal(name, args, kwargs) is None:
+                return self[name]
+        return self[REFERENCE]
+
+    def order(self, device: str, rows: int) -> list[str]:
+        """Implementations measured fastest for `rows` rows on a kind of device, best first."""
+        for pattern, table in FASTEST.items():
+            if re.search(pattern, device):
+                for most_rows, names in table.get(self.name, ()):
+                    if rows <= most_rows:
+                        return list(names)
+        return []
+
+    def _refusal(self, name: str, args: Any, kwargs: Any) -> str | None:
+        entry = self[name]
+        if not isinstance(entry, Kernel):
+            return None
+        return entry.missing(device_kind()) or entry.refuses(*args, **kwargs)
+
+
+def device_kind() -> str:
+    """The kind of device that is traced for: `using(device=)`, or JAX's default device."""
+    if _device.value is not None:
+        return _device.value
+    default = jax.config.jax_default_device
+    if isinstance(default, str):
+        return jax.devices(default)[0].device_kind
+    return (default or jax.devices()[0]).device_kind
+
+
+@contextlib.contextmanager
+def using(
+    implementation: str | Mapping[str, str] | None = None, *, device: str | None = None
+) -> Iterator[None]:
+    """Within it, operations run the implementation named; jitted functions compile for it anew.
+
+    Args:
+        implementation: a name, for every operation that has it, or names by operation.
+        device: kind of device to choose for ("NVIDIA H200"), for programs that are compiled
+            on another machine than they run on.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no operation, or not the one named, has that implementation.
     """
-    if implementation is None:
-        return list(implementations.values())[-1]
-    if implementation not in implementations:
-        known = ", ".join(implementations)
-        raise ValueError(f"{op}: no implementation {implementation!r}; there are: {known}")
-    return implementations[implementation]
+    with contextlib.ExitStack() as stack:
+        if implementation is not None:
+            named = {"": implementation} if isinstance(implementation, str) else implementation
+            for operation, name in named.items():
+                _check(operation, name)
+            stack.enter_context(_choice((*named.items(), *_choice.value)))
+        if device is not None:
+            stack.enter_context(_device(device))
+        yield
+
+
+def _check(operation: str, name: str) -> None:
+    known = operations()
+    if operation and operation not in known:
+        raise ValueError(f"no operation {operation!r}; there are: {', '.join(known)}")
+    of = [known[operation]] if operation else list(known.values())
+    if not any(name in one for one in of):
+        raise ValueError(f"{operation or 'no operation'}: no implementation {name!r}")
+
+
+def operations() -> dict[str, Operation]:
+    """Every operation by name."""
+    found: dict[str, Operation] = {}
+    for module in pkgutil.iter_modules(pallas.__path__):
+        if module.ispkg:
+            package = importlib.import_module(f"{pallas.__name__}.{module.name}")
+            found |= {o.name: o for o in vars(package).values() if isinstance(o, Operation)}
+    return found
+
+
+def explain() -> str:
+    """A line for each implementation of each operation: whether it runs here, and when."""
+    device = device_kind()
+    lines = [f"device: {device}"]
+    for operation in operations().values():
+        lines.append(f"{operation.name}:")
+        for name, entry in operation.items():
+            missing = entry.missing(device) if isinstance(entry, Kernel) else None
+            lines.append(f"  {name}: {missing or _place(operation, name, device)}")
+    return "\n".join(lines)
+
+
+def _place(operation: Operation, name: str, device: str) -> str:
+    """When an implementation that runs here is the one that does."""
+    for chosen, implementation in _choice.value:
+        if chosen == operation.name or (not chosen and implementation in operation):
+            return "named by using()" if implementation == name else "not the one named by using()"
+    below, ranges = 0, []
+    for pattern, table in FASTEST.items():
+        if re.search(pattern, device):
+            for most_rows, names in table.get(operation.name, ()):
+                if names[0] == name:
+                    ranges.append(f"{below + 1} to {most_rows}")
+                below = most_rows
+            break
+    if ranges:
+        return f"measured fastest for {', '.join(ranges)} rows"
+    if name == REFERENCE:
+        return f"above {below} rows, and where no other applies" if below else "the only choice"
+    return "runs when named"

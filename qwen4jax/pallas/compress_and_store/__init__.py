@@ -2,14 +2,14 @@
 
 from jaxtyping import Array, Float
 
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.compress_and_store import reference
+from qwen4jax.pallas.registry import Operation
 from qwen4jax.span import Span
 from qwen4jax.state import AttentionCache
 
-STORE = {"reference": reference.store}
-COMPRESS = {"reference": reference.compress}
-PREPARE = {"reference": reference.prepare}
+STORE = Operation("compress_and_store.store", {"reference": reference.store})
+COMPRESS = Operation("compress_and_store.compress", {"reference": reference.compress})
+PREPARE = Operation("compress_and_store.prepare", {"reference": reference.prepare})
 
 
 def prepare(
@@ -21,9 +21,7 @@ def prepare(
     implementation: str | None = None,
 ) -> Float[Array, "B T H C"]:
     """RMS norm of each head (gain `1 + norm`), then the rotary embedding of its first channels."""
-    return registry.choose("compress_and_store.prepare", implementation, PREPARE)(
-        x, norm, span, eps=eps
-    )
+    return PREPARE.run(implementation, x.shape[0] * x.shape[1], x, norm, span, eps=eps)
 
 
 def store(
@@ -38,9 +36,7 @@ def store(
 
     In e4m3 pages values beyond +-448 are stored as that.
     """
-    return registry.choose("compress_and_store.store", implementation, STORE)(
-        cache, key, value, span
-    )
+    return STORE.run(implementation, key.shape[0] * key.shape[1], cache, key, value, span)
 
 
 def compress(
@@ -70,5 +66,5 @@ def compress(
 
     Source: spec sections 7.2 and 7.5.
     """
-    run = registry.choose("compress_and_store.compress", implementation, COMPRESS)
-    return run(cache, raw_key, norm, span, ratio=ratio, eps=eps)
+    rows = raw_key.shape[0] * raw_key.shape[1]
+    return COMPRESS.run(implementation, rows, cache, raw_key, norm, span, ratio=ratio, eps=eps)

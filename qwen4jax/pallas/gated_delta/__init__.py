@@ -15,8 +15,8 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spe
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_delta import reference
+from qwen4jax.pallas.registry import Operation
 from qwen4jax.state import DeltaNetState
 
 
@@ -45,9 +45,9 @@ class Factors(struct.PyTreeNode):
     decay: Float[Array, "B T V"]
 
 
-STEP = {"reference": reference.step}
-COMMIT = {"reference": reference.commit}
-CHUNK = {"reference": reference.chunks}
+STEP = Operation("gated_delta.step", {"reference": reference.step})
+COMMIT = Operation("gated_delta.commit", {"reference": reference.commit})
+CHUNK = Operation("gated_delta.chunks", {"reference": reference.chunks})
 
 
 def step(
@@ -80,9 +80,18 @@ def step(
     Returns:
         Outputs in `qkv.dtype`, ready for the out-projection, and the factors of a commit.
     """
-    run = registry.choose("gated_delta.step", implementation, STEP)
-    out, *factors = run(
-        qkv, z, a, b, weights, state, key_heads=key_heads, activation=activation, eps=eps
+    out, *factors = STEP.run(
+        implementation,
+        qkv.shape[0] * qkv.shape[1],
+        qkv,
+        z,
+        a,
+        b,
+        weights,
+        state,
+        key_heads=key_heads,
+        activation=activation,
+        eps=eps,
     )
     return out, Factors(*factors)
 
@@ -95,7 +104,7 @@ def commit(
     implementation: str | None = None,
 ) -> DeltaNetState:
     """The state after the first `count` tokens of a step; `count` 0 leaves it bit for bit."""
-    return registry.choose("gated_delta.commit", implementation, COMMIT)(state, factors, count)
+    return COMMIT.run(implementation, count.size, state, factors, count)
 
 
 def chunks(
@@ -117,7 +126,17 @@ def chunks(
     Arguments as `step`; agrees with it to float32 rounding. Tokens from `count` on change nothing
     and have outputs of no meaning. A log decay of -inf resets the state.
     """
-    run = registry.choose("gated_delta.chunks", implementation, CHUNK)
-    return run(
-        qkv, z, a, b, weights, state, count, key_heads=key_heads, activation=activation, eps=eps
+    return CHUNK.run(
+        implementation,
+        qkv.shape[0] * qkv.shape[1],
+        qkv,
+        z,
+        a,
+        b,
+        weights,
+        state,
+        count,
+        key_heads=key_heads,
+        activation=activation,
+        eps=eps,
     )

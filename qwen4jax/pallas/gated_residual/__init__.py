@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float
 
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_residual import reference
+from qwen4jax.pallas.registry import Operation
 
-MIX = {"reference": reference.mix}
-UPDATE = {"reference": reference.update}
+MIX = Operation("gated_residual.mix", {"reference": reference.mix})
+UPDATE = Operation("gated_residual.update", {"reference": reference.update})
 
 
 def mix(
@@ -40,8 +40,8 @@ def mix(
 
     Source: spec section 4; `Qwen4ExpTextGatedResidual` of transformers 5.17.
     """
-    run = registry.choose("gated_residual.mix", implementation, MIX)
-    return run(streams, norm, down, up, inject, eps=eps)
+    rows = streams.shape[0] * streams.shape[1]
+    return MIX.run(implementation, rows, streams, norm, down, up, inject, eps=eps)
 
 
 def update(
@@ -52,4 +52,4 @@ def update(
     implementation: str | None = None,
 ) -> Float[Array, "B T R D"]:
     """`streams + inject * y`, the same `y` for every stream, rounded once to the streams' dtype."""
-    return registry.choose("gated_residual.update", implementation, UPDATE)(streams, inject, y)
+    return UPDATE.run(implementation, y.shape[0] * y.shape[1], streams, inject, y)

@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.index_score import reference
+from qwen4jax.pallas.registry import Operation
 
-IMPLEMENTATIONS = {"reference": reference.index_score}
+IMPLEMENTATIONS = Operation("index_score", {"reference": reference.index_score})
 
 
 def index_score(
@@ -30,5 +30,5 @@ def index_score(
 
     Source: spec section 7.2.
     """
-    run = registry.choose("index_score", implementation, IMPLEMENTATIONS)
-    return run(query, index_key, page_table, complete)
+    rows = query.shape[0] * query.shape[1]
+    return IMPLEMENTATIONS.run(implementation, rows, query, index_key, page_table, complete)

@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.index_topk import reference
+from qwen4jax.pallas.registry import Operation
 
-IMPLEMENTATIONS = {"reference": reference.index_topk}
+IMPLEMENTATIONS = Operation("index_topk", {"reference": reference.index_topk})
 
 
 def index_topk(
@@ -28,5 +28,5 @@ def index_topk(
         ratio: tokens in a block.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
     """
-    run = registry.choose("index_topk", implementation, IMPLEMENTATIONS)
-    return run(scores, index, blocks=blocks, ratio=ratio)
+    rows = scores.shape[0] * scores.shape[1]
+    return IMPLEMENTATIONS.run(implementation, rows, scores, index, blocks=blocks, ratio=ratio)

@@ -4,11 +4,11 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.moe import reference
+from qwen4jax.pallas.registry import Operation
 
-ROUTE = {"reference": reference.route}
-EXPERTS = {"reference": reference.experts}
+ROUTE = Operation("moe.route", {"reference": reference.route})
+EXPERTS = Operation("moe.experts", {"reference": reference.experts})
 
 
 def route(
@@ -22,8 +22,7 @@ def route(
     Returns:
         Expert ids in falling order of weight, and the weights in float32.
     """
-    run = registry.choose("moe.route", implementation, ROUTE)
-    return run(logits, k, renormalize=renormalize)
+    return ROUTE.run(implementation, logits.shape[0], logits, k, renormalize=renormalize)
 
 
 def experts(
@@ -49,4 +48,4 @@ def experts(
     Returns:
         float32, summed in float32 in the order of `ids`' columns or of the experts.
     """
-    return registry.choose("moe.experts", implementation, EXPERTS)(x, ids, weights, gate_up, down)
+    return EXPERTS.run(implementation, x.shape[0], x, ids, weights, gate_up, down)

@@ -5,12 +5,12 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.ngram import NgramHash
-from qwen4jax.pallas import registry
 from qwen4jax.pallas.ple import reference
+from qwen4jax.pallas.registry import Operation
 
-ROWS = {"reference": reference.ngram_rows}
-GATHER = {"reference": reference.gather}
-MIX = {"reference": reference.mix}
+ROWS = Operation("ple.ngram_rows", {"reference": reference.ngram_rows})
+GATHER = Operation("ple.gather", {"reference": reference.gather})
+MIX = Operation("ple.mix", {"reference": reference.mix})
 
 
 def ngram_rows(
@@ -29,7 +29,7 @@ def ngram_rows(
 
     Source: spec section 5; `Qwen4ExpTextNGramEmbedding` of transformers 5.17.
     """
-    return registry.choose("ple.ngram_rows", implementation, ROWS)(ids, hash, eos=eos)
+    return ROWS.run(implementation, ids.size, ids, hash, eos=eos)
 
 
 def gather(
@@ -43,7 +43,7 @@ def gather(
         dtype: of the result.
         implementation: see `GATHER`; by default the fastest.
     """
-    return registry.choose("ple.gather", implementation, GATHER)(table, rows, dtype)
+    return GATHER.run(implementation, rows.size // rows.shape[-1], table, rows, dtype)
 
 
 def mix(
@@ -83,8 +83,8 @@ def mix(
         What is added to the streams, and the convolution's inputs with their history,
         `L = W + T`.
     """
-    run = registry.choose("ple.mix", implementation, MIX)
-    return run(
+    return MIX.run(
+        implementation, streams.shape[0] * streams.shape[1],
         key, value, streams, norm_key, norm_query, norm_conv, conv1d, history,
         dilation=dilation, eps=eps,
     )  # fmt: skip

@@ -4,10 +4,10 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from qwen4jax.pallas import registry
+from qwen4jax.pallas.registry import Operation
 from qwen4jax.pallas.skinny_matmul import reference
 
-IMPLEMENTATIONS = {"reference": reference.skinny_matmul}
+IMPLEMENTATIONS = Operation("skinny_matmul", {"reference": reference.skinny_matmul})
 
 
 def skinny_matmul(
@@ -27,5 +27,5 @@ def skinny_matmul(
         out_dtype: of the result, by default `x.dtype`.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
     """
-    run = registry.choose("skinny_matmul", implementation, IMPLEMENTATIONS)
-    return run(x, w, bias, out_dtype=out_dtype or x.dtype)
+    rows = x.size // x.shape[-1]
+    return IMPLEMENTATIONS.run(implementation, rows, x, w, bias, out_dtype=out_dtype or x.dtype)

@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas import registry
+from qwen4jax.pallas.registry import Operation
 from qwen4jax.pallas.sparse_attention import reference
 
-IMPLEMENTATIONS = {"reference": reference.sparse_attention}
+IMPLEMENTATIONS = Operation("sparse_attention", {"reference": reference.sparse_attention})
 
 
 def sparse_attention(
@@ -31,5 +31,5 @@ def sparse_attention(
     Returns:
         Heads side by side in `query.dtype`; scores, softmax and sums in float32, scale `1/sqrt(C)`.
     """
-    run = registry.choose("sparse_attention", implementation, IMPLEMENTATIONS)
-    return run(query, gate, key, value, slots)
+    rows = query.shape[0] * query.shape[1]
+    return IMPLEMENTATIONS.run(implementation, rows, query, gate, key, value, slots)

@@ -1,0 +1,240 @@
+"""Calls a `@triton.jit` kernel from JAX: one function, two routes.
+
+`native` hands the kernel's Triton IR to XLA's own Triton compiler, so that it becomes an ordinary
+kernel: a native node of a CUDA graph (0.1 us of host time, where a captured custom call costs 1 to
+2), kept by JAX's persistent compilation cache. The custom-call target is internal to XLA, so that
+route is taken only with the jax minor release it was tried with. `jax_triton` is the official
+binding and compiles with the installed Triton. Triton itself is an extra ("qwen4jax[gpu]").
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+Route = Literal["native", "jax_triton"]
+
+# the release whose `__gpu$xla.gpu.triton` target the tests and measurements have seen
+_NATIVE_RELEASE = (0, 11)
+_TARGET = "__gpu$xla.gpu.triton"
+_POINTEES = {
+    "bool": "i1",
+    "int8": "i8",
+    "uint8": "u8",
+    "int16": "i16",
+    "uint16": "u16",
+    "int32": "i32",
+    "uint32": "u32",
+    "int64": "i64",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
+}
+
+
+def default_route() -> Route:
+    """`native` with the jax release it is known to work with, else `jax_triton`."""
+    return "native" if jax.__version_info__[:2] == _NATIVE_RELEASE else "jax_triton"
+
+
+def triton_call(
+    *operands: jax.Array,
+    kernel: Any,
+    name: str,
+    out: Any,
+    grid: Sequence[int],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    capability: int = 90,
+    aliases: Mapping[int, int] | None = None,
+    route: Route | None = None,
+    **constants: Any,
+) -> Any:
+    """Runs `kernel` over `grid`; its parameters are the operands, the results, the constants.
+
+    Args:
+        operands: arrays, in the order of the kernel's pointer parameters.
+        kernel: of `@triton.jit`.
+        name: of the kernel in profiles.
+        out: pytree of `jax.ShapeDtypeStruct`, whose leaves are the pointer parameters that follow.
+        grid: programs along one to three axes.
+        num_warps: of a program.
+        num_stages: of software pipelines, unless a loop says otherwise.
+        capability: the GPU's compute capability times 10; decides how e4m3 is converted.
+        aliases: operand number -> result number that shares its memory. The operand is given up.
+        route: `native` or `jax_triton`; None is `default_route()`.
+        constants: the kernel's `tl.constexpr` parameters.
+
+    Returns:
+        `out` with arrays. They hold whatever the kernel does not write.
+
+    Raises:
+        NotImplementedError: when lowered for another platform than CUDA.
+        ModuleNotFoundError: the route's package is not installed.
+    """
+    leaves, tree = jax.tree.flatten(out)
+    aliases = dict(aliases or {})
+    if (route or default_route()) == "jax_triton":
+        results = _through_jax_triton(
+            operands, kernel, leaves, grid, num_warps, num_stages, capability, aliases, constants
+        )
+    else:
+        results = _native.bind(
+            *operands,
+            kernel=kernel,
+            name=name,
+            out=tuple((tuple(o.shape), np.dtype(o.dtype)) for o in leaves),
+            grid=(*grid, *(1,) * (3 - len(grid))),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            capability=capability,
+            aliases=tuple(aliases.items()),
+            constants=tuple(sorted(constants.items())),
+        )
+    return tree.unflatten(results)
+
+
+_native = Primitive("triton_kernel")
+_native.multiple_results = True
+
+
+@_native.def_abstract_eval
+def _(*operands: Any, out: Any, **_: Any) -> list[Any]:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in out]
+
+
+def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: Any) -> Any:
+    ir = mlir.ir
+    pointers = [str(a.dtype) for a in ctx.avals_in] + [str(dtype) for _, dtype in out]
+    entry, text = _triton_ir(
+        kernel,
+        tuple(pointers),
+        how["constants"],
+        how["num_warps"],
+        how["num_stages"],
+        how["capability"],
+    )
+    # the function's name is the kernel's, in profiles too
+    text = text.replace(f"@{entry}(", f"@{name}(")
+    config = {
+        "name": ir.StringAttr.get(name),
+        "ir": ir.StringAttr.get(text),
+        "num_stages": mlir.i32_attr(how["num_stages"]),
+        "num_warps": mlir.i32_attr(how["num_warps"]),
+        "debug": ir.BoolAttr.get(False),
+    }
+    config |= {f"grid_{axis}": mlir.i32_attr(n) for axis, n in zip("xyz", how["grid"], strict=True)}
+    row_major = lambda avals: [list(reversed(range(a.ndim))) for a in avals]  # noqa: E731
+    call = mlir.custom_call(
+        call_target_name=_TARGET,
+        result_types=[mlir.aval_to_ir_type(aval) for aval in ctx.avals_out],
+        operands=operands,
+        backend_config=config,
+        api_version=4,
+        operand_layouts=row_major(ctx.avals_in),
+        result_layouts=row_major(ctx.avals_out),
+        operand_output_aliases=dict(how["aliases"]),
+    )
+    return call.results
+
+
+def _refuse(ctx: Any, *operands: Any, name: str, **_: Any) -> Any:
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise NotImplementedError(
+        f"{name} is a Triton kernel and was compiled for {platforms}: choose the reference, or put "
+        "the computation on the GPU (jax.default_device)"
+    )
+
+
+mlir.register_lowering(_native, _lower, platform="cuda")
+mlir.register_lowering(_native, _refuse)
+
+
+@functools.cache
+def _triton_ir(
+    kernel: Any,
+    pointers: tuple[str, ...],
+    constants: tuple[tuple[str, Any], ...],
+    num_warps: int,
+    num_stages: int,
+    capability: int,
+) -> tuple[str, str]:
+    """The kernel's entry name and its Triton IR, made by Triton's front end."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    fixed = dict(constants)
+    names = kernel.arg_names
+    arrays = [n for n in names if n not in fixed]
+    if unknown := sorted(set(fixed) - set(names)):
+        raise TypeError(f"{kernel.__name__}: no parameter {', '.join(unknown)}")
+    if len(arrays) != len(pointers):
+        raise TypeError(
+            f"{kernel.__name__}: {len(pointers)} arrays for the parameters {', '.join(arrays)}"
+        )
+    pointer_types = dict(zip(arrays, (f"*{_POINTEES[p]}" for p in pointers), strict=True))
+    source = ASTSource(
+        kernel,
+        signature={n: pointer_types.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in fixed.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in arrays},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(
+        target,
+        options,
+        backend.get_codegen_implementation(options),
+        backend.get_module_map(),
+        context,
+    )
+    module = backend.make_ttir(module, {}, options, capability)
+    return module.get_entry_func_name(), module.str_nodebug()
+
+
+def _through_jax_triton(
+    operands: Sequence[jax.Array],
+    kernel: Any,
+    out: Sequence[Any],
+    grid: Sequence[int],
+    num_warps: int,
+    num_stages: int,
+    capability: int,
+    aliases: Mapping[int, int],
+    constants: Mapping[str, Any],
+) -> list[jax.Array]:
+    _complete_triton_driver()
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *operands,
+        kernel=kernel,
+        out_type=[jax.ShapeDtypeStruct(o.shape, jnp.dtype(o.dtype)) for o in out],
+        grid=tuple(grid),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        compute_capability=capability,
+        input_output_aliases=dict(aliases),
+        **constants,
+    )
+
+
+def _complete_triton_driver() -> None:
+    """jax-triton 0.4.1 imports a constant that Triton 3.6 lacks and loads stubs without it."""
+    import triton.backends.nvidia.driver as driver
+
+    if not hasattr(driver, "TMA_TF32"):
+        # read for host-made TMA descriptors only, which no kernel here has
+        driver.TMA_TF32 = 0
