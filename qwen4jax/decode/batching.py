@@ -8,8 +8,10 @@ lengths; a stop string is found by the host, which cuts the text and lets the ex
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +30,6 @@ from qwen4jax.model import read_out
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state, put_slots, reset_slots, take_slots
 
-# rows of a prefill step; more would keep the running rows waiting longer
-_PREFILL_ROWS = 4
-
-
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """What a request gained.
@@ -42,6 +40,9 @@ class Delta:
         logprobs: of each, if asked for.
         text: new text that is certain; empty without a tokenizer.
         finish_reason: None while it runs.
+        top: of each new id the most probable ones in its place, as (id, log-probability), best
+            first; None if not asked for.
+        rounds: that gave it, 0 for the token after the prompt.
     """
 
     request: int
@@ -49,6 +50,8 @@ class Delta:
     logprobs: list[float] | None
     text: str
     finish_reason: str | None = None
+    top: list[list[tuple[int, float]]] | None = None
+    rounds: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Sizes:
         drafts: per round, 0 to 7.
         chunk: prompt tokens of each row in one prefill step.
         kv_dtype: of keys and values; None is the model's.
+        rows: most prompts of a prefill step; more would keep the running rows waiting longer.
+        ends: shapes (rows, tokens) of smaller steps for what is left of a prompt, by tokens. A
+            request's steps depend on its own length alone, and with them its rounding.
     """
 
     slots: int
@@ -68,6 +74,14 @@ class Sizes:
     drafts: int
     chunk: int
     kv_dtype: str | None = None
+    rows: int = 4
+    ends: tuple[tuple[int, int], ...] = ()
+
+    def prefill_shape(self, left: int) -> tuple[int, int]:
+        """(rows, tokens) of the step that feeds a prompt of which `left` tokens are left."""
+        whole = (self.rows, self.chunk)
+        rows, tokens = next((shape for shape in self.ends if shape[1] >= left), whole)
+        return min(rows, self.slots), tokens
 
 
 class _Running:
@@ -85,9 +99,14 @@ class _Running:
         self._stops = StopStrings(request.sampling.stop)
 
     def take(
-        self, ids: Sequence[int], logprobs: Sequence[float] | None, reason: FinishReason
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        top: Sequence[list[tuple[int, float]]] | None,
+        reason: FinishReason,
     ) -> Delta:
         """Adds a burst, up to the token in which a stop string is complete."""
+        rounds = int(bool(self.ids))
         text, taken = "", []
         for place, token in enumerate(ids):
             taken.append(token)
@@ -101,12 +120,14 @@ class _Running:
         if reason and self._decoder is not None:
             text += self._stops.feed(self._decoder.flush()) + self._stops.finish()
         self.ids += taken
+        self.rounds += rounds
         self.done, self.reason = bool(reason), reason.public or ""
         self.times.setdefault("first", _now())
         if self.done:
             self.times["last"] = _now()
         kept = None if logprobs is None else list(logprobs[: len(taken)])
-        return Delta(self.number, taken, kept, text, reason.public)
+        best = None if top is None else list(top[: len(taken)])
+        return Delta(self.number, taken, kept, text, reason.public, best, rounds)
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds between two of its moments, without those spent compiling."""
@@ -119,8 +140,9 @@ class Engine:
 
     Attributes:
         running: requests by slot.
-        finished: requests that have ended, by number.
+        finished: requests that have ended, by number; the caller may take them out.
         rounds: rounds dispatched.
+        prefills: prefill steps dispatched.
     """
 
     def __init__(
@@ -132,6 +154,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
         logprobs: bool = False,
+        top: int = 0,
         source: DecodeState | None = None,
     ):
         """An engine with all slots free.
@@ -143,13 +166,20 @@ class Engine:
             tokenizer: for texts and stop strings.
             eos_ids: that end a request.
             logprobs: whether deltas have them.
+            top: how many of the most probable ids deltas have beside `logprobs`.
             source: a state of one slot that every request continues.
         """
         self.params, self.sizes, self.mode = params, sizes, mode
         self.running: dict[int, _Running] = {}
         self.finished: dict[int, _Running] = {}
-        self.rounds = 0
-        self._tokenizer, self._eos_ids, self._logprobs = tokenizer, tuple(eos_ids), logprobs
+        self.rounds = self.prefills = 0
+        self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
+        # static arguments of the programs
+        self._wanted: dict[str, Any] = {"logprobs": logprobs or top > 0, "top": top}
+        # whose prompt is not complete, the next to be fed first
+        self._feeding: collections.deque[_Running] = collections.deque()
+        # of the last prefill steps, to wait for
+        self._fed: collections.deque[Array] = collections.deque(maxlen=2)
         self._source = source
         self._history = 0 if source is None else int(source.length[0])
         self.state = init_state(
@@ -164,11 +194,21 @@ class Engine:
         self._active = jnp.zeros(sizes.slots, bool)
         self._unread: collections.deque[tuple[list[_Running], Burst]] = collections.deque()
 
+    @property
+    def free(self) -> int:
+        """Slots without a request."""
+        return self.sizes.slots - len(self.running)
+
+    @property
+    def feeding(self) -> bool:
+        """Whether a request's prompt is not complete."""
+        return bool(self._feeding)
+
     def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         """Serves all requests, as slots free up and in their order; deltas as they come."""
         waiting = collections.deque(enumerate(requests))
         while waiting or self.running:
-            while waiting and len(self.running) < self.sizes.slots:
+            while waiting and self.free:
                 self.admit(*waiting.popleft())
             yield from self.advance()
 
@@ -193,14 +233,28 @@ class Engine:
             self.params, self.state, self._controls, self._source, jnp.int32(slot), controls
         )
         self.running[slot] = _Running(number, request, slot, self._tokenizer)
+        self._feeding.append(self.running[slot])
 
-    def advance(self) -> Iterator[Delta]:
-        """One step: a chunk of prompts, the next round, and what the round before it gave."""
-        self._prefill()
+    def cancel(self, number: int) -> None:
+        """Ends a running request; its slot is free at once, what is in flight for it is dropped."""
+        row = next(r for r in self.running.values() if r.number == number)
+        row.done, row.reason = True, FinishReason.CANCELLED.public or ""
+        if row in self._feeding:
+            self._feeding.remove(row)
+        self._release(row)
+
+    def advance(self, *, feed: bool = True) -> Iterator[Delta]:
+        """One step: a chunk of prompts, the next round, and what the round before it gave.
+
+        Args:
+            feed: whether prompts are fed in this step.
+        """
+        if feed and self._feeding:
+            self._prefill()
         decoding = [r for r in self.running.values() if "begun" in r.times and not r.done]
         if decoding:
             self.state, self._controls, self._active, burst = run_round(
-                self.params, self.state, self._controls, self._active, logprobs=self._logprobs
+                self.params, self.state, self._controls, self._active, **self._wanted
             )
             self.rounds += 1
             self._unread.append((decoding, burst))
@@ -208,22 +262,27 @@ class Engine:
             yield from self._read(*self._unread.popleft())
 
     def _prefill(self) -> None:
-        """Feeds the next chunk of some prompts; those that are complete begin to decode."""
-        waiting = [r for r in self.running.values() if "begun" not in r.times]
-        if not waiting:
-            return
-        rows = waiting[: min(_PREFILL_ROWS, self.sizes.slots)]
-        places = min(_PREFILL_ROWS, self.sizes.slots)
+        """Feeds the next chunk of some prompts, in turn; those that are complete begin to decode."""
+        if len(self._fed) == 2:
+            # with no stream to read the host would queue a whole prompt, ahead of whoever comes next
+            self._fed[0].block_until_ready()
+        shape = self.sizes.prefill_shape(len(self._feeding[0].to_feed))
+        alike = (r for r in self._feeding if self.sizes.prefill_shape(len(r.to_feed)) == shape)
+        places, chunk = shape
+        rows = list(itertools.islice(alike, places))
         slots = np.full(places, self.sizes.slots, np.int32)
-        tokens = np.zeros((places, self.sizes.chunk), np.int32)
+        tokens = np.zeros(shape, np.int32)
         count = np.zeros(places, np.int32)
         complete = np.zeros(places, bool)
         for i, row in enumerate(rows):
-            part, row.to_feed = row.to_feed[: self.sizes.chunk], row.to_feed[self.sizes.chunk :]
+            part, row.to_feed = row.to_feed[:chunk], row.to_feed[chunk:]
+            self._feeding.remove(row)
             slots[i], count[i], complete[i] = row.slot, len(part), not row.to_feed
             tokens[i, : len(part)] = part
             if complete[i]:
                 row.times["begun"] = _now()
+            else:
+                self._feeding.append(row)
         self.state, self._controls, self._active, burst = _prefill_and_begin(
             self.params,
             self.state,
@@ -233,29 +292,35 @@ class Engine:
             jnp.asarray(tokens),
             jnp.asarray(count),
             jnp.asarray(complete),
-            logprobs=self._logprobs,
+            **self._wanted,
         )
+        self.prefills += 1
+        self._fed.append(burst.count)
         begun = [r for r, whole in zip(rows, complete, strict=False) if whole]
         if begun:
             self._unread.append((begun, burst))
 
     def _read(self, rows: list[_Running], burst: Burst) -> Iterator[Delta]:
         """Hands out a burst; frees the slots of requests that ended with it."""
-        tokens, counts, reasons, logprobs = jax.device_get(
-            (burst.tokens, burst.count, burst.reason, burst.logprobs)
-        )
+        fields = jax.device_get({n: x for n, x in vars(burst).items() if x is not None})
         for row in rows:
             if row.done:
                 continue
-            count, reason = int(counts[row.slot]), FinishReason(int(reasons[row.slot]))
-            row.rounds += bool(row.ids)
-            own = None if logprobs is None else logprobs[row.slot, :count].tolist()
-            delta = row.take(tokens[row.slot, :count].tolist(), own, reason)
+            own = {name: values[row.slot].tolist() for name, values in fields.items()}
+            ids, logprobs, top = own["tokens"][: own["count"]], own.get("logprobs"), None
+            if "top_ids" in own:
+                pairs = zip(own["top_ids"], own["top_logprobs"], strict=True)
+                top = [list(zip(*pair, strict=True)) for pair in pairs]
+            delta = row.take(ids, logprobs, top, FinishReason(own["reason"]))
             if row.done:
-                self._active = _stop(self._active, jnp.int32(row.slot))
-                self.finished[row.number] = row
-                del self.running[row.slot]
+                self._release(row)
             yield delta
+
+    def _release(self, row: _Running) -> None:
+        """Frees the slot of a request that has ended."""
+        self._active = _stop(self._active, jnp.int32(row.slot))
+        self.finished[row.number] = row
+        del self.running[row.slot]
 
 
 @functools.partial(jax.jit, donate_argnames=("state", "controls"))
@@ -275,7 +340,7 @@ def _occupy(
 
 
 @functools.partial(
-    jax.jit, donate_argnames=("state", "controls", "active"), static_argnames=("logprobs",)
+    jax.jit, donate_argnames=("state", "controls", "active"), static_argnames=("logprobs", "top")
 )
 def _prefill_and_begin(
     params: Params,
@@ -288,6 +353,7 @@ def _prefill_and_begin(
     complete: Bool[Array, " B"],
     *,
     logprobs: bool,
+    top: int,
 ) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
     """Feeds a chunk to some slots; those whose prompt is complete get their first token.
 
@@ -301,7 +367,7 @@ def _prefill_and_begin(
     streams = rows.residual.reshape(*rows.residual.shape[:1], 1, params.config.hc_count, -1)
     hidden = read_out(params, streams)[:, 0]
     ready = complete & there
-    rows, own, running, burst = begin(params, rows, own, hidden, ready, logprobs=logprobs)
+    rows, own, running, burst = begin(params, rows, own, hidden, ready, logprobs=logprobs, top=top)
     state = put_slots(state, slots, rows)
     place = lambda x, row: x.at[slots].set(row, mode="drop")  # noqa: E731
     controls = jax.tree.map(place, controls, own)

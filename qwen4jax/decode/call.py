@@ -47,7 +47,7 @@ class Call:
         alone = state is not None and isinstance(prompts, list | tuple) and not prompts
         self.many = not alone and is_many(prompts)
         each = list(prompts) if self.many else [prompts]
-        self.eos_ids = _eos_ids(config, self.tokenizer)
+        self.eos_ids = eos_ids_of(config, self.tokenizer)
         longest = config.max_position_embeddings
         self.requests = make_requests(
             each,
@@ -196,7 +196,7 @@ def _shape_of(state: DecodeState) -> str:
     return f"room for {state.capacity} tokens and {state.drafts.shape[1]} drafts"
 
 
-def _eos_ids(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def eos_ids_of(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a sequence: the tokenizer's, else the configuration's."""
     own = config.eos_token_id
     own = (own,) if isinstance(own, int) else own

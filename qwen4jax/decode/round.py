@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen4jax.decode.sampling import sample
-from qwen4jax.decode.stopping import Controls, accept, count_tokens, cut
+from qwen4jax.decode.sampling import Sampled, sample
+from qwen4jax.decode.stopping import Controls, Cut, accept, count_tokens, cut
 from qwen4jax.layers.attention import FrozenSelection
 from qwen4jax.layers.mtp import DraftRows
 from qwen4jax.model import commit, draft_step, head, read_out, step
@@ -42,6 +42,8 @@ class Burst(struct.PyTreeNode):
         logprobs: of the tokens under the model's own distribution, float32; None if not asked for.
         finished: the slot ended with this burst.
         reason: why, a `FinishReason`; ERROR where logits were not finite.
+        top_ids: the most probable ids in each token's place, best first; None if not asked for.
+        top_logprobs: theirs, as `logprobs`.
     """
 
     tokens: Int[Array, "S T"]
@@ -50,6 +52,8 @@ class Burst(struct.PyTreeNode):
     logprobs: Float[Array, "S T"] | None
     finished: Bool[Array, " S"]
     reason: Int[Array, " S"]
+    top_ids: Int[Array, "S T K"] | None = None
+    top_logprobs: Float[Array, "S T K"] | None = None
 
 
 def speculative_round(
@@ -60,6 +64,7 @@ def speculative_round(
     accepted: Int[Array, " S"] | None = None,
     *,
     logprobs: bool = False,
+    top: int = 0,
 ) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
     """One round of every active slot; the number of drafts is the state's.
 
@@ -72,6 +77,7 @@ def speculative_round(
         active: slots that run.
         accepted: number of drafts to accept whatever was sampled, for benchmarks.
         logprobs: whether the burst has them; static.
+        top: how many of the most probable ids the burst has beside `logprobs`; static.
 
     Returns:
         The state, the controls with the new tokens counted, the slots still active, the burst.
@@ -85,7 +91,7 @@ def speculative_round(
         logits = head(params, read_out(params, pending.residual))
     with jax.named_scope("accept"):
         positions = length[:, None] + 1 + jnp.arange(drafts + 1)
-        sampled = sample(logits, fed, positions, controls, logprobs=logprobs)
+        sampled = sample(logits, fed, positions, controls, logprobs=logprobs, top=top)
         tokens, matched = sampled.ids, accept(sampled.ids, state.drafts)
         if accepted is not None:
             matched = accepted
@@ -97,7 +103,7 @@ def speculative_round(
         controls = count_tokens(controls, tokens, end.n)
     state = commit(state, pending, end.n)
     matched = jnp.where(active, matched, 0)
-    burst = Burst(tokens, end.n, matched, sampled.logprobs, end.finished, end.reason)
+    burst = _burst(sampled, tokens, matched, end)
     state = _propose(params, state, tokens, pending.residual, length, end.n)
     return state, controls, active & ~end.finished, burst
 
@@ -105,7 +111,7 @@ def speculative_round(
 run_round = jax.jit(
     speculative_round,
     donate_argnames=("state", "controls", "active"),
-    static_argnames=("logprobs",),
+    static_argnames=("logprobs", "top"),
 )
 
 
@@ -117,6 +123,7 @@ def begin(
     ready: Bool[Array, " S"],
     *,
     logprobs: bool = False,
+    top: int = 0,
 ) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
     """Samples the first token after a prompt and drafts what may follow it.
 
@@ -127,20 +134,21 @@ def begin(
         hidden: output head's input at each slot's last token.
         ready: slots whose prompt is complete; the others keep every state.
         logprobs: whether the burst has them; static.
+        top: as `speculative_round`.
 
     Returns:
         As `speculative_round`; a burst of one token.
     """
     logits = head(params, hidden[:, None])
     last = state.ngram_ids[:, -1:]
-    sampled = sample(logits, last, state.length[:, None], controls, logprobs=logprobs)
+    where = state.length[:, None]
+    sampled = sample(logits, last, where, controls, logprobs=logprobs, top=top)
     given = ready.astype(jnp.int32)
     end = cut(sampled.ids, given, state.length, controls, sampled.finite)
     controls = count_tokens(controls, sampled.ids, end.n)
     streams = state.residual.reshape(state.slots, 1, params.config.hc_count, -1)
     state = _propose(params, state, sampled.ids, streams, state.length - 1, end.n)
-    none = jnp.zeros_like(end.n)
-    burst = Burst(sampled.ids, end.n, none, sampled.logprobs, end.finished, end.reason)
+    burst = _burst(sampled, sampled.ids, jnp.zeros_like(end.n), end)
     return state, controls, ready & ~end.finished, burst
 
 
@@ -162,6 +170,21 @@ def begin_slots(
         lambda x, row: x.at[slots].set(row, mode="drop"), controls, row_controls
     )
     return put_slots(state, slots, rows), controls, burst
+
+
+def _burst(
+    sampled: Sampled, tokens: Int[Array, "S T"], accepted: Int[Array, " S"], end: Cut
+) -> Burst:
+    return Burst(
+        tokens=tokens,
+        count=end.n,
+        accepted=accepted,
+        logprobs=sampled.logprobs,
+        finished=end.finished,
+        reason=end.reason,
+        top_ids=sampled.top_ids,
+        top_logprobs=sampled.top_logprobs,
+    )
 
 
 def _propose(

@@ -152,11 +152,15 @@ class Sampled(NamedTuple):
         ids: in [0, V) whatever the logits are.
         logprobs: of the ids under `log_softmax(logits)`, before any processor; never NaN.
         finite: whether all logits were; an id without it means nothing.
+        top_ids: the most probable ids, best first; None if not asked for.
+        top_logprobs: theirs, as `logprobs`.
     """
 
     ids: Int[Array, "B T"]
     logprobs: Float[Array, "B T"] | None
     finite: Bool[Array, "B T"]
+    top_ids: Int[Array, "B T K"] | None = None
+    top_logprobs: Float[Array, "B T K"] | None = None
 
 
 def make_controls(
@@ -256,6 +260,7 @@ def sample(
     controls: Controls,
     *,
     logprobs: bool = True,
+    top: int = 0,
 ) -> Sampled:
     """The token that follows each fed token, every processor applied in every row; float32.
 
@@ -266,6 +271,7 @@ def sample(
         positions: where the sampled token will stand, from 0: that of `fed[b, t]` plus 1.
         controls: of the B rows.
         logprobs: whether to return them; a greedy mode without them exponentiates nothing.
+        top: how many of the most probable ids to return beside `logprobs`.
 
     Returns:
         For each row a function of its own logits, options, position and history alone.
@@ -280,7 +286,11 @@ def sample(
     if not logprobs:
         return Sampled(ids, None, finite)
     chosen = jnp.take_along_axis(raw, ids[..., None], axis=-1)[..., 0]
-    return Sampled(ids, chosen - jax.nn.logsumexp(raw, axis=-1), finite)
+    total = jax.nn.logsumexp(raw, axis=-1)
+    if not top:
+        return Sampled(ids, chosen - total, finite)
+    best, best_ids = jax.lax.top_k(raw, top)
+    return Sampled(ids, chosen - total, finite, best_ids, best - total[..., None])
 
 
 def _mask(

@@ -171,32 +171,84 @@ def score_rows(
         token_ids: as `score`.
         top: as `score`.
     """
-    config = params.config
-    lengths = np.zeros(batch, np.int64)
-    lengths[: len(rows)] = [len(row) for row in rows]
-    steps = max(1, -(-int(lengths.max()) // chunk))
-    ids = np.zeros((batch, steps * chunk + 1), np.int32)
-    for row, given in enumerate(rows):
-        ids[row, : len(given)] = given
-    room = min(chunk << (steps - 1).bit_length(), config.max_position_embeddings)
-    # nothing is drafted: the draft head need not follow
-    plain = config.replace(mtp_num_hidden_layers=0)
-    state = init_state(plain, slots=batch, max_length=room, drafts=0)
-    wanted = jnp.asarray(token_ids, jnp.int32)
-    pieces = []
-    for start in range(0, steps * chunk, chunk):
-        tokens, following = (jnp.asarray(ids[:, s : s + chunk]) for s in (start, start + 1))
-        count = jnp.asarray(np.clip(lengths - start, 0, chunk), jnp.int32)
-        state, piece = _score_chunk(params, state, tokens, following, count, wanted, top=top)
-        pieces.append(piece)
-    whole = {n: np.concatenate([piece[n] for piece in pieces], axis=1) for n in pieces[0]}
-    scores = []
-    for row, given in enumerate(rows):
-        # copies: a view would keep the whole batch
-        own: dict[str, Any] = {n: x[row, : len(given)].copy() for n, x in whole.items()}
-        own["logprobs"] = own["logprobs"][:-1]
-        scores.append(Score(token_ids=given, **own))
-    return scores
+    scoring = Scoring(params, rows, batch=batch, chunk=chunk, token_ids=token_ids, top=top)
+    while scoring.advance():
+        pass
+    return scoring.scores()
+
+
+class Scoring:
+    """Rows of checked ids on their way through the model, a chunk of each at a time."""
+
+    def __init__(
+        self,
+        params: Params,
+        rows: Sequence[Int32[np.ndarray, " _"]],
+        *,
+        batch: int,
+        chunk: int,
+        token_ids: Sequence[int] = (),
+        top: int = 0,
+        room: int | None = None,
+    ):
+        """At the beginning of all rows.
+
+        Args:
+            params: of the model.
+            rows: as `score_rows`.
+            batch: as `score_rows`.
+            chunk: as `score_rows`.
+            token_ids: as `score_rows`.
+            top: as `score_rows`.
+            room: tokens that the state holds; by default as many as a power of two of chunks.
+        """
+        config = params.config
+        self._params, self._rows, self._top = params, rows, top
+        self._lengths = np.zeros(batch, np.int64)
+        self._lengths[: len(rows)] = [len(row) for row in rows]
+        self._chunk, steps = chunk, max(1, -(-int(self._lengths.max()) // chunk))
+        self._starts = iter(range(0, steps * chunk, chunk))
+        self._ids = np.zeros((batch, steps * chunk + 1), np.int32)
+        for row, given in enumerate(rows):
+            self._ids[row, : len(given)] = given
+        if room is None:
+            room = min(chunk << (steps - 1).bit_length(), config.max_position_embeddings)
+        # nothing is drafted: the draft head need not follow
+        plain = config.replace(mtp_num_hidden_layers=0)
+        self._state = init_state(plain, slots=batch, max_length=room, drafts=0)
+        self._wanted = jnp.asarray(token_ids, jnp.int32)
+        self._pieces: list[dict[str, Array]] = []
+
+    def advance(self) -> bool:
+        """Feeds the next chunk of every row; False if there was none left."""
+        start = next(self._starts, None)
+        if start is None:
+            return False
+        tokens, following = (
+            jnp.asarray(self._ids[:, s : s + self._chunk]) for s in (start, start + 1)
+        )
+        count = jnp.asarray(np.clip(self._lengths - start, 0, self._chunk), jnp.int32)
+        self._state, piece = _score_chunk(
+            self._params, self._state, tokens, following, count, self._wanted, top=self._top
+        )
+        self._pieces.append(piece)
+        return True
+
+    def wait(self) -> None:
+        """Returns when the device has done what was fed so far."""
+        jax.block_until_ready(self._pieces)
+
+    def scores(self) -> list[Score]:
+        """The rows' scores, when all is fed."""
+        pieces = self._pieces
+        whole = {n: np.concatenate([piece[n] for piece in pieces], axis=1) for n in pieces[0]}
+        scores = []
+        for row, given in enumerate(self._rows):
+            # copies: a view would keep the whole batch
+            own: dict[str, Any] = {n: x[row, : len(given)].copy() for n, x in whole.items()}
+            own["logprobs"] = own["logprobs"][:-1]
+            scores.append(Score(token_ids=given, **own))
+        return scores
 
 
 @functools.partial(jax.jit, donate_argnames=("state",), static_argnames=("top",))
