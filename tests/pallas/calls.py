@@ -1,5 +1,6 @@
 """Each operation's cases against each of its implementations."""
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,7 +32,18 @@ def call(function: Any, inputs: Mapping[str, Any], implementation: str | None = 
     arrays = {k: v for k, v in inputs.items() if jax.tree.leaves(v) and _traced(v)}
     static = {k: v for k, v in inputs.items() if k not in arrays}
     run = functools.partial(function, **static, implementation=implementation)
-    return jax.jit(lambda given: run(**given))(arrays)
+    with runs_here(implementation):
+        return jax.jit(lambda given: run(**given))(arrays)
+
+
+def runs_here(implementation: str | None) -> contextlib.AbstractContextManager[None]:
+    """Lets a Triton implementation run on the CPU, in the interpreter."""
+    if implementation is None or not implementation.startswith("triton"):
+        return contextlib.nullcontext()
+    pytest.importorskip("triton")
+    from tests.pallas.triton_interpreter import interpreted
+
+    return interpreted()
 
 
 def _traced(value: Any) -> bool:
