@@ -1,4 +1,4 @@
-"""All measured rounds of a device as tables.
+"""All measured rounds and kernels of a device as tables.
 
 python -m bench.report > bench/results/nvidia-h200/README.md
 """
@@ -6,6 +6,7 @@ python -m bench.report > bench/results/nvidia-h200/README.md
 import argparse
 import json
 
+from bench import kernel_table
 from bench.roofline import RESULTS, newest, table
 
 COLUMNS = (
@@ -47,6 +48,8 @@ def main() -> None:
     print("\n## Where the time goes\n")
     print(table(record))
     print("\n![roofline](roofline.png)")
+    if kernels := kernel_table.section(device):
+        print(f"\n## Kernels\n\n{kernels}\n\n![kernels](kernels.png)")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""The operations of `qwen4jax.pallas` as the benchmarks see them.
+
+An operation's cases and implementations are its package's own. Here stands what only a benchmark
+asks: the rows of a case, the bytes that it must move, which results the model reads, and which
+argument the result replaces in place.
+"""
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.traffic import BYTES
+from qwen4jax.pallas.cases import Case
+
+Inputs = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One function of one package.
+
+    Attributes:
+        name: package, or package.function.
+        function: the public one; takes `implementation=`.
+        implementations: names, the reference among them.
+        cases: of the function.
+        carry: argument that the result replaces, donated.
+        results: part of the result that a decode round reads; the rest is not timed.
+        shared: arguments too large to copy, of which a call touches little.
+        unordered: whether the last axis is a set.
+        compared: the result without the places whose values have no meaning.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    implementations: tuple[str, ...]
+    cases: tuple[Case, ...]
+    carry: str | None = None
+    results: Callable[[Any], Any] = lambda out: out
+    shared: tuple[str, ...] = ()
+    unordered: bool = False
+    compared: Callable[[Inputs, Any], Any] = lambda inputs, out: out
+
+    def rows(self, inputs: Inputs, out: Any) -> int:
+        """Tokens of a call."""
+        name, axes = _ROWS[self.name]
+        leaf = out if name == "out" else inputs[name]
+        if name == "factors":
+            leaf = leaf.decay
+        return math.prod(leaf.shape[:-1] if axes is None else leaf.shape[:axes])
+
+    def nbytes(self, inputs: Inputs, out: Any) -> int:
+        """Least bytes moved: what is read of the inputs, and what is written."""
+        return int(BYTES[self.name](inputs, self.results(out)))
+
+
+def _counted(inputs: Inputs, result: Any) -> Any:
+    """Outputs of a chunk up to each row's count, and the state."""
+    out, state = result
+    there = jnp.arange(out.shape[1]) < inputs["count"][:, None]
+    return jnp.where(there[..., None], out, 0), state
+
+
+# argument whose leading axes are tokens, and how many axes; None is all but the last
+_ROWS: dict[str, tuple[str, int | None]] = {
+    "skinny_matmul": ("x", None),
+    "gated_residual.mix": ("streams", 2),
+    "gated_residual.update": ("streams", 2),
+    "moe.route": ("logits", 1),
+    "moe.experts": ("x", 1),
+    "index_score": ("query", 2),
+    "index_topk": ("scores", 2),
+    "sparse_attention": ("query", 2),
+    "compress_and_store.prepare": ("x", 2),
+    "compress_and_store.store": ("key", 2),
+    "compress_and_store.compress": ("raw_key", 2),
+    "gated_delta.step": ("qkv", 2),
+    "gated_delta.commit": ("factors", 2),
+    "gated_delta.chunks": ("qkv", 2),
+    "ple.ngram_rows": ("out", 2),
+    "ple.gather": ("rows", 2),
+    "ple.mix": ("value", 2),
+}
+_MORE: dict[str, dict[str, Any]] = {
+    # the gates are for ablation studies
+    "gated_residual.mix": dict(results=lambda out: out[:2]),
+    "gated_residual.update": dict(carry="streams"),
+    "compress_and_store.store": dict(carry="cache"),
+    "compress_and_store.compress": dict(carry="cache"),
+    "gated_delta.commit": dict(carry="state"),
+    "gated_delta.chunks": dict(compared=_counted),
+    "ple.gather": dict(shared=("table",)),
+    "index_topk": dict(unordered=True),
+}
+# tables of implementations that are not named after their function
+_TABLES = {"chunks": "CHUNK", "ngram_rows": "ROWS"}
+
+
+def operations() -> dict[str, Operation]:
+    """All of them by name."""
+    return {name: _operation(name) for name in _ROWS}
+
+
+def _operation(name: str) -> Operation:
+    package, _, function = name.partition(".")
+    module = importlib.import_module(f"qwen4jax.pallas.{package}")
+    cases = importlib.import_module(f"qwen4jax.pallas.{package}.cases").CASES
+    own = tuple(case for case in cases if case.function == (function or package))
+    return Operation(
+        name,
+        getattr(module, function or package),
+        _implementations(module, name),
+        own,
+        **_MORE.get(name, {}),
+    )
+
+
+def _implementations(module: Any, name: str) -> tuple[str, ...]:
+    """Names in the package's table of the operation."""
+    for value in vars(module).values():
+        if isinstance(value, Mapping) and getattr(value, "name", None) == name:
+            return tuple(value)
+    function = name.partition(".")[2]
+    table = _TABLES.get(function, function.upper()) if function else "IMPLEMENTATIONS"
+    return tuple(getattr(module, table))
+
+
+def split(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """(arrays, static): what is traced and what is part of the program."""
+    arrays = {name: value for name, value in inputs.items() if _traced(value)}
+    return arrays, {name: value for name, value in inputs.items() if name not in arrays}
+
+
+def _traced(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def draw(case: Case, seed: int | None = None) -> Inputs:
+    """The case's inputs; with a seed, other ones of the same shapes."""
+    return case.inputs() if seed is None else case.build(np.random.default_rng(seed))

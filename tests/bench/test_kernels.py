@@ -1,0 +1,258 @@
+"""The kernel benchmark on a CPU: right results are timed, wrong ones are not, peers are found."""
+
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+# the package sets what XLA reads when a process starts; these tests share theirs with others
+with mock.patch.dict(os.environ):
+    from bench import chains, kernel_table, kernels, peers, timing
+    from bench.operations import draw, operations, split
+from qwen4jax.pallas import skinny_matmul
+
+FIELDS = (
+    "op case rows implementation us bytes bandwidth_fraction peer peer_us device commit".split()
+)
+QUICK = "--quick --calls 3 --jobs 2 --repeats 2".split()
+
+
+def lines(folder: Path) -> list[dict]:
+    file = folder / "kernels.jsonl"
+    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+
+
+def result(operation, inputs, implementation="reference"):
+    """Shapes of an operation's result."""
+    arrays, static = split(inputs)
+    call = lambda given: operation.function(**given, **static, implementation=implementation)  # noqa: E731
+    return jax.eval_shape(call, arrays)
+
+
+def test_every_function_with_cases_is_measured():
+    found = {(o.name.partition(".")[0], c.function) for o in operations().values() for c in o.cases}
+    packages = Path(kernels.__file__).parents[1] / "qwen4jax/pallas"
+    assert {name for name, _ in found} == {p.parent.name for p in packages.glob("*/cases.py")}
+    for operation in operations().values():
+        assert operation.cases, operation.name
+        assert "reference" in operation.implementations
+
+
+def test_small_cases_give_a_line_each(tmp_path: Path):
+    """One result, a carried argument, integers of a set, stored forms; nothing to time."""
+    kernels.main(
+        [
+            *"--op skinny_matmul --op gated_residual --op index_topk --op moe.experts".split(),
+            *"--op compress_and_store.store --implementation reference".split(),
+            *(
+                "--case",
+                "^(bfloat16|no_rows|ratio_8|nvfp4_few|bfloat16_rounds_once|bfloat16_to_e4m3)$",
+                *QUICK,
+            ),
+            *("--out", str(tmp_path)),
+        ]
+    )
+    written = lines(tmp_path)
+    assert {(line["op"], line["case"]) for line in written} == {
+        ("skinny_matmul", "bfloat16"),
+        ("gated_residual.mix", "bfloat16"),
+        ("gated_residual.update", "bfloat16_rounds_once"),
+        ("index_topk", "ratio_8"),
+        ("moe.experts", "nvfp4_few"),
+        ("compress_and_store.store", "bfloat16_to_e4m3"),
+    }
+    for line in written:
+        assert list(line)[: len(FIELDS)] == FIELDS
+        assert line["us"] > 0
+        assert line["device"] == "cpu"
+        assert line["bandwidth_fraction"] > 0
+        assert line["error"] < 1e-2
+        assert line["peer"] is None
+        assert line["peer_us"] is None
+
+
+@pytest.fixture
+def implementations(monkeypatch):
+    """Implementations of the projection: right, wrong in one column, unsteady, and refusing."""
+    calls = []
+
+    def wrong(x, w, bias, *, out_dtype):
+        right = skinny_matmul.reference.skinny_matmul(x, w, bias, out_dtype=out_dtype)
+        return right.at[..., -1].add(jnp.asarray(0.5, right.dtype))
+
+    def unwritten(x, w, bias, *, out_dtype):
+        right = skinny_matmul.reference.skinny_matmul(x, w, bias, out_dtype=out_dtype)
+        return right.at[..., 0].set(jnp.nan)
+
+    def unsteady(x, w, bias, *, out_dtype):
+        right = skinny_matmul.reference.skinny_matmul(x, w, bias, out_dtype=out_dtype)
+        step = jax.pure_callback(
+            lambda: calls.append(0) or np.float32(len(calls) % 2 * 1e-6),
+            jax.ShapeDtypeStruct((), np.float32),
+        )
+        return right * (1 + step.astype(right.dtype))
+
+    def refusing(x, w, bias, *, out_dtype):
+        raise NotImplementedError("x has an odd number of rows")
+
+    table = dict(wrong=wrong, unwritten=unwritten, unsteady=unsteady, refusing=refusing)
+    table["reference"] = skinny_matmul.reference.skinny_matmul
+
+    def run(x, w, bias=None, *, out_dtype=None, implementation=None):
+        return table[implementation](x, w, bias, out_dtype=out_dtype or x.dtype)
+
+    original = operations()["skinny_matmul"]
+    changed = kernels.Operation("skinny_matmul", run, tuple(table), original.cases)
+    monkeypatch.setattr(kernels, "operations", lambda: {"skinny_matmul": changed})
+
+
+@pytest.mark.usefixtures("implementations")
+def test_a_wrong_result_has_no_time(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit, match="3 rows are wrong or failed"):
+        kernels.main(["--case", "^one_row$", *QUICK, "--out", str(tmp_path)])
+    (line,) = lines(tmp_path)
+    assert line["implementation"] == "reference"
+    printed = {
+        row.split()[2]: row for row in capsys.readouterr().out.splitlines() if "one_row" in row
+    }
+    assert "WRONG: relative error" in printed["wrong"]
+    assert "WRONG: 1 entries are not finite" in printed["unwritten"]
+    assert "WRONG: repeats differ" in printed["unsteady"]
+    assert "skipped: x has an odd number of rows" in printed["refusing"]
+    for name in ("wrong", "unwritten", "unsteady", "refusing"):
+        assert " us " not in printed[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "expected"),
+    [
+        # one row in, 48 outputs, float32
+        ("skinny_matmul", "one_row", 4 * (32 + 48 * 32 + 48)),
+        # weights, gain, streams, input and injection weights; the gates are not counted
+        ("gated_residual.mix", "bfloat16", 2 * (20 * 128 + 128 + 6 * 128 + 6 * 32) + 4 * 24),
+        ("gated_residual.update", "bfloat16_rounds_once", 2 * 6 * (128 + 128 + 32) + 4 * 24),
+        # one of 8 experts
+        ("moe.experts", "one_expert_for_all", 4 * (3 * 8 * 16 + 3 * 16 + 3 + 3 + 3 * 16)),
+        # 5 blocks of a row, a page table of 3
+        ("index_score", "one_query", 4 * (5 * 16 + 2 * 16 + 3 + 1 + 6)),
+        # nothing selected: queries, gates, slots and zeros
+        ("sparse_attention", "nothing_selected", 4 * (3 * 4 * 64 + 4 * 11)),
+        # 24 tokens of 2 channels as rows of 160 bytes would be; here 8 float32
+        ("ple.gather", "float32", 4 * (24 + 24 * 8 + 24 * 8)),
+    ],
+)
+def test_bytes_that_must_move(name, case, expected):
+    operation = operations()[name]
+    inputs = draw(next(c for c in operation.cases if c.name == case))
+    assert operation.nbytes(inputs, result(operation, inputs)) == expected
+
+
+def test_only_what_changes_of_a_state_counts():
+    """Rows with no accepted token are neither read nor written."""
+    operation = operations()["gated_delta.commit"]
+    inputs = draw(next(c for c in operation.cases if c.name == "every_count"))
+    state, factors = inputs["state"], inputs["factors"]
+    row = (state.conv.nbytes + state.recurrent.nbytes) // 5
+    token = sum(getattr(factors, part).nbytes for part in ("key", "delta", "decay")) // 20
+    assert operation.nbytes(inputs, result(operation, inputs)) == 2 * 4 * row + 10 * token
+    assert operation.rows(inputs, None) == 20
+
+
+def test_rotation_outgrows_the_cache():
+    operation = operations()["skinny_matmul"]
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)  # noqa: E731
+    for outputs, inputs in ((10240, 2560), (512, 2560), (248320, 2560)):
+        arrays = dict(x=shape(4, inputs), w=shape(outputs, inputs))
+        nbytes = 2 * outputs * inputs
+        plan = timing.plan(operation, arrays, shape(4, outputs), nbytes, 64)
+        assert plan.copies * nbytes > 120e6
+        assert plan.calls % plan.copies == 0
+        assert plan.calls >= 4
+    small = timing.plan(operation, dict(x=shape(4, 16), w=shape(8, 16)), shape(4, 8), 400, 64)
+    assert small == timing.Plan(4, 64)
+
+
+def test_a_chain_calls_as_often_as_it_says():
+    """XLA must neither merge equal calls nor drop results: the time is divided by their number."""
+    operation = operations()["gated_residual.update"]
+    case = next(c for c in operation.cases if c.name == "float32")
+    arrays, static = split(draw(case))
+    call = lambda given: operation.function(**given, **static, implementation="reference")  # noqa: E731
+    program = timing.compile_chain(operation, call, arrays, None, timing.Plan(2, 6))
+    carried, fixed = timing.divide(operation, arrays)
+    states, _ = program([timing.copies(carried) for _ in range(2)], [fixed] * 2, [])
+    want = arrays["streams"] + 3 * arrays["inject"][..., None] * arrays["y"][..., None, :]
+    for state in states:
+        np.testing.assert_allclose(
+            np.asarray(state["streams"]), np.asarray(want), rtol=1e-5, atol=1e-4
+        )
+
+
+SAMPLE = [
+    dict(group="mix", case="4 rows", peer="a", us=19.2, note=""),
+    dict(group="mix", case="4 rows", peer="b", us=15.0, note=""),
+    dict(group="mix", case="4 rows", peer="c", us=1.0, note="computes nothing WRONG"),
+    dict(group="mix", case="4 rows", peer="d", fail="RuntimeError: no", note=""),
+    dict(group="norm", case="4 rows", peer="n", us=1.34, note=""),
+    dict(group="chain", case="4 rows", peer="whole", us=20.29, note=""),
+    dict(group="qsa_score", case="1 req x 4 q, 56k tokens", peer="s", us=3.94, note=""),
+    dict(group="gdn", case="TP1 batch 1, commit 3 of 4, 36 layers", peer="r", us=90.0, note=""),
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "case", "rows", "expected"),
+    [
+        ("gated_residual.mix", "released_4", 4, ("n + b", 16.34)),
+        ("gated_residual.mix", "released_32", 32, (None, None)),
+        ("gated_residual.mix", "bfloat16", 4, (None, None)),
+        ("gated_residual.chain", "released_4", 4, ("whole", 20.29)),
+        ("index_score", "released_1_rows_64k", 4, ("s (56k)", 3.94)),
+        ("gated_delta.commit", "released_1", 4, ("r", 2.5)),
+        ("skinny_matmul", "lm_head_4", 4, (None, None)),
+    ],
+)
+def test_the_best_public_kernel(tmp_path: Path, operation, case, rows, expected):
+    file = tmp_path / "peers.json"
+    file.write_text(json.dumps(SAMPLE))
+    assert peers.best(peers.load(file), peers.terms(operation, case, rows)) == expected
+
+
+def test_no_peers_without_their_folder(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("PEERS_DIR", str(tmp_path))
+    assert peers.folder() is None
+    assert peers.run(["residual"], tmp_path / "peers.json") == []
+
+
+def test_the_chain_of_the_gated_residual(tmp_path: Path):
+    arguments = "--rows 1 3 --banks 2 --hidden 32 --rank 8 --implementation reference --jobs 2"
+    chains.main([*arguments.split(), "--quick", "--out", str(tmp_path)])
+    written = lines(tmp_path)
+    assert [(line["op"], line["rows"]) for line in written] == [(chains.NAME, 1), (chains.NAME, 3)]
+    assert all(list(line)[: len(FIELDS)] == FIELDS and line["us"] > 0 for line in written)
+
+
+def test_the_table_shows_the_fastest_of_the_newest(monkeypatch, tmp_path: Path):
+    line = dict(op="skinny_matmul", case="lm_head_4", rows=4, bytes=10**9, commit="abc")
+    line |= dict(bandwidth_fraction=0.5, peer=None, peer_us=None)
+    given = [
+        line | dict(implementation="triton", us=100.0),
+        line | dict(implementation="reference", us=400.0),
+        line | dict(implementation="triton", us=250.0),
+        line | dict(case="one_row", implementation="triton", us=1.0),
+    ]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/kernels.jsonl").write_text("\n".join(map(json.dumps, given)))
+    monkeypatch.setattr(kernel_table, "RESULTS", tmp_path)
+    text = kernel_table.section("a")
+    assert "| lm_head_4 | 4 | 1000.00 | **250.00** | 50% | triton | 400.00 |  |  | 1.6x |" in text
+    assert "one_row" not in text
+    assert kernel_table.section("b") == ""
+    pytest.importorskip("matplotlib")
+    kernel_table.picture(kernel_table.ranked(kernel_table.newest("a")), tmp_path / "kernels.png")
+    assert (tmp_path / "kernels.png").stat().st_size > 1000
