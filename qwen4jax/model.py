@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
 from qwen4jax.layers.decoder import decoder_layer
-from qwen4jax.layers.gated_residual import read_final
+from qwen4jax.layers.gated_residual import Residual, read_final
 from qwen4jax.layers.mtp import DraftRows, draft_rows
 from qwen4jax.layers.ple import per_layer_embedding
 from qwen4jax.numerics import rounded, windows_after
@@ -70,19 +70,20 @@ def step(
     tokens = jnp.where(span.valid, tokens, config.hash_eos_token_id)
     ids = jnp.concatenate([state.ngram_ids, tokens], axis=1)
     with jax.named_scope("embed"):
-        streams = jnp.repeat(embed(params, tokens)[:, :, None], config.hc_count, axis=2)
+        residual = Residual(jnp.repeat(embed(params, tokens)[:, :, None], config.hc_count, axis=2))
     caches, factors, windows = [], [], []
     for i, (layer, cache) in enumerate(zip(params.layers, state.layers, strict=True)):
         with jax.named_scope(f"layer{i:02d}"):
             if layer.ple is not None:
                 number = len(windows)
+                streams = residual.settled()
                 added, window = per_layer_embedding(
                     layer.ple, config, number, streams, ids, state.ple[number]
                 )
-                streams = rounded(streams.astype(jnp.float32) + added, streams.dtype)
+                residual = Residual(rounded(streams.astype(jnp.float32) + added, streams.dtype))
                 windows.append(window)
-            streams, after, _ = decoder_layer(
-                layer, config, streams, cache, span, final=final,
+            residual, after, _ = decoder_layer(
+                layer, config, residual, cache, span, final=final,
                 capture=capture.scope(f"layer{i:02d}"),
             )  # fmt: skip
         speculative = isinstance(after, gated_delta.Factors)
@@ -91,7 +92,7 @@ def step(
     rows = jnp.arange(tokens.shape[0])[:, None]
     ring = state.rope_ring.at[rows, span.ring].set(span.rope_positions, mode="drop")
     state = state.replace(layers=tuple(caches), rope_ring=ring)
-    return state, Pending(span, streams, ids, tuple(windows), tuple(factors))
+    return state, Pending(span, residual.settled(), ids, tuple(windows), tuple(factors))
 
 
 def commit(state: DecodeState, pending: Pending, count: Int[Array, " B"]) -> DecodeState:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from qwen4jax.config import Quantization
-from qwen4jax.layers import decoder
+from qwen4jax.layers import gated_residual
 from qwen4jax.layers.capture import Capture
-from qwen4jax.layers.gated_residual import read
+from qwen4jax.layers.gated_residual import Residual, read
 from qwen4jax.layers.ple import per_layer_embedding
 from qwen4jax.model import draft_step, head, read_out, step
 from qwen4jax.numerics import rms_norm
 from qwen4jax.pallas.cases import normal
-from qwen4jax.pallas.gated_residual import update
+from qwen4jax.pallas.gated_residual import reference, update
 from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.params import declare
 from qwen4jax.quant import Quantized
@@ -184,8 +184,10 @@ def test_the_stream_keeps_its_dtype(monkeypatch):
         seen.append((streams.dtype, out.dtype, y.dtype, inject.dtype))
         return out
 
-    unchanged = decoder.update
-    monkeypatch.setattr(decoder, "update", noted)
+    unchanged = reference.update
+    # once by itself (before the n-gram embedding, at the end), once with the next read
+    monkeypatch.setattr(gated_residual, "update", noted)
+    monkeypatch.setattr(reference, "update", noted)
     config = tiny.T0_BF16
     state = abstract_state(config, **tiny.SIZES)
     shape = jax.ShapeDtypeStruct((ROWS, 4), jnp.int32)
@@ -240,7 +242,9 @@ def test_a_layer_rounds_with_and_without_jit():
     def into_the_stream(streams):
         added, window = per_layer_embedding(params.ple, config, 0, streams, ids, history)
         streams = update(streams, jnp.ones(streams.shape[:3]), added[:, :, 0])
-        x, inject = read(params.attn_hyper_connection, config, streams, capture=Capture())
+        x, inject, _ = read(
+            params.attn_hyper_connection, config, Residual(streams), capture=Capture()
+        )
         return added, window, streams, x, inject
 
     with jax.disable_jit():

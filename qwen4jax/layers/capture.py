@@ -36,11 +36,14 @@ class Capture:
         inner.values = self.values
         return inner
 
+    def wants(self, name: str) -> bool:
+        """Whether a value of that name would be kept; some are worth forming only then."""
+        return any(fnmatch.fnmatchcase(self._prefix + name, p) for p in self.patterns)
+
     def __call__(self, name: str, value: Array) -> None:
         """Keeps `value` if its full name matches."""
-        full = self._prefix + name
-        if any(fnmatch.fnmatchcase(full, p) for p in self.patterns):
-            self.values[full] = value
+        if self.wants(name):
+            self.values[self._prefix + name] = value
 
 
 def known_names(layer_types: Sequence[str], sparse: str, mtp: bool) -> list[str]:

@@ -1,31 +1,57 @@
-"""Reading a sublayer's input from the residual streams."""
+"""The residual streams between sublayers: what is read of them, what goes back into them."""
+
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
-from qwen4jax.pallas.gated_residual import mix
+from qwen4jax.pallas.gated_residual import boundary, mix, update
 from qwen4jax.params import FinalMixer, GatedResidual
 
 
+class Residual(NamedTuple):
+    """Residual streams, and a sublayer's output that is not in them yet.
+
+    The next sublayer's read adds it: one kernel for both saves a pass over the streams.
+
+    Attributes:
+        streams: residual streams.
+        pending: injection weights and output of the last sublayer.
+    """
+
+    streams: Float[Array, "B T R D"]
+    pending: tuple[Float[Array, "B T R"], Float[Array, "B T D"]] | None = None
+
+    def settled(self) -> Float[Array, "B T R D"]:
+        """The streams with everything in them."""
+        if self.pending is None:
+            return self.streams
+        with jax.named_scope("gated_residual"):
+            return update(self.streams, *self.pending)
+
+
 def read(
-    params: GatedResidual, config: Config, streams: Float[Array, "B T R D"], *, capture: Capture
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"]]:
-    """The input of a sublayer, and the weights with which its output is injected."""
+    params: GatedResidual, config: Config, residual: Residual, *, capture: Capture
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"], Float[Array, "B T R D"]]:
+    """The input of a sublayer, the weights to inject its output with, and the settled streams."""
+    weights = (
+        params.hc_norm,
+        params.input_mix_weight_down,
+        params.input_mix_weight_up,
+        params.block_inject_weight,
+    )
     with jax.named_scope("gated_residual"):
-        x, inject, gates = mix(
-            streams,
-            params.hc_norm,
-            params.input_mix_weight_down,
-            params.input_mix_weight_up,
-            params.block_inject_weight,
-            eps=config.rms_norm_eps,
-        )
+        if capture.wants("read_gate"):
+            streams = residual.settled()
+            x, inject, gates = mix(streams, *weights, eps=config.rms_norm_eps)
+            capture("read_gate", gates)
+        else:
+            streams, x, inject = boundary(*residual, *weights, eps=config.rms_norm_eps)
     assert inject is not None
     capture("inject", inject)
-    capture("read_gate", gates)
-    return x, inject
+    return x, inject, streams
 
 
 def read_final(
@@ -34,4 +60,4 @@ def read_final(
     """The hidden state that the output head sees."""
     with jax.named_scope("gated_residual"):
         down, up = params.input_mix_weight_down, params.input_mix_weight_up
-        return mix(streams, params.hc_norm, down, up, None, eps=config.rms_norm_eps)[0]
+        return boundary(streams, None, params.hc_norm, down, up, None, eps=config.rms_norm_eps)[1]

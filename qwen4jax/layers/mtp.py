@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
 from qwen4jax.layers.decoder import decoder_layer
-from qwen4jax.layers.gated_residual import read_final
+from qwen4jax.layers.gated_residual import Residual, read_final
 from qwen4jax.numerics import rms_norm
 from qwen4jax.pallas.skinny_matmul import skinny_matmul
 from qwen4jax.params import MultiTokenPrediction
@@ -66,10 +66,10 @@ def draft_rows(
         normed = rms_norm(flat, params.pre_fc_norm_hidden, eps).reshape(residual.shape)
         hidden = skinny_matmul(normed, params.fc_hidden)
         both = token.astype(jnp.float32)[:, :, None] + hidden.astype(jnp.float32)
-    streams, cache, chosen = decoder_layer(
+    after, cache, chosen = decoder_layer(
         params.layers[0],
         config,
-        both.astype(residual.dtype),
+        Residual(both.astype(residual.dtype)),
         cache,
         span,
         final=True,
@@ -77,5 +77,6 @@ def draft_rows(
         capture=capture.scope("mtp"),
     )
     assert chosen is not None
+    streams = after.settled()
     hidden = read_final(params.hyper_connection_mixer, config, streams)
     return DraftRows(hidden=hidden, residual=streams, selected=chosen, cache=cache)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen4jax.pallas.gated_residual import MIX, UPDATE, mix, update
+from qwen4jax.pallas.gated_residual import BOUNDARY, MIX, UPDATE, boundary, mix, update
 from qwen4jax.pallas.gated_residual.cases import CASES
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
@@ -44,6 +44,30 @@ def test_update_matches_float64(case, implementation):
     added = f64(inputs["inject"])[..., None] * f64(inputs["y"])[..., None, :]
     assert got.dtype == inputs["streams"].dtype
     assert_matches(got, f64(inputs["streams"]) + added, share=1e-7)
+
+
+@over_cases(CASES, "boundary", BOUNDARY)
+def test_boundary_matches_float64(case, implementation):
+    inputs = case.inputs()
+    streams, x, inject = call(boundary, inputs, implementation)
+    want = f64(inputs["streams"])
+    if inputs["pending"] is not None:
+        weights, y = map(f64, inputs["pending"])
+        want = want + weights[..., None] * y[..., None, :]
+    assert streams.dtype == x.dtype == inputs["streams"].dtype
+    assert_matches(streams, want, share=1e-7)
+    # the norm reads the streams as they were rounded
+    rows = f64(streams).reshape(-1, *streams.shape[2:])
+    down, up = f64(inputs["down"]), f64(inputs["up"])
+    inject_weight = None if inputs["inject"] is None else f64(inputs["inject"])
+    mixed = oracle.mix(rows, f64(inputs["norm"]), down, up, inject_weight, inputs["eps"])
+    inner = 2.0**-7 if streams.dtype == jnp.bfloat16 else 4e-6
+    assert_matches(x, mixed[0].reshape(x.shape), share=inner)
+    if inputs["inject"] is None:
+        assert inject is None
+    else:
+        assert inject.dtype == jnp.float32
+        assert_matches(inject, mixed[1].reshape(inject.shape), share=inner)
 
 
 @pytest.mark.parametrize("implementation", MIX)

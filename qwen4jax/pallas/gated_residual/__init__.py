@@ -5,8 +5,41 @@ from jaxtyping import Array, Float
 from qwen4jax.pallas.gated_residual import reference
 from qwen4jax.pallas.registry import Operation
 
+BOUNDARY = Operation("gated_residual.boundary", {"reference": reference.boundary})
 MIX = Operation("gated_residual.mix", {"reference": reference.mix})
 UPDATE = Operation("gated_residual.update", {"reference": reference.update})
+
+
+def boundary(
+    streams: Float[Array, "B T R D"],
+    pending: tuple[Float[Array, "B T R"], Float[Array, "B T D"]] | None,
+    norm: Float[Array, " RD"],
+    down: Float[Array, "L RD"],
+    up: Float[Array, "RD L"],
+    inject: Float[Array, "R RD"] | None,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T R D"], Float[Array, "B T D"], Float[Array, "B T R"] | None]:
+    """From one sublayer to the next: `update` with the last output, then `mix`.
+
+    Args:
+        streams: residual streams, stream-major.
+        pending: injection weights and output of the sublayer before, not yet in the streams;
+            None if there is none.
+        norm: gain minus one, of all streams.
+        down: low-rank projection.
+        up: back from it.
+        inject: projection to the injection weights; None for the final mixer.
+        eps: of the norm.
+        implementation: see `BOUNDARY`; by default the fastest.
+
+    Returns:
+        The streams with the update in them, rounded to their dtype before the norm reads them, and
+        `mix`'s input and injection weights of them.
+    """
+    rows = streams.shape[0] * streams.shape[1]
+    return BOUNDARY.run(implementation, rows, streams, pending, norm, down, up, inject, eps=eps)
 
 
 def mix(

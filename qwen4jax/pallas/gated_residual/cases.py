@@ -34,6 +34,20 @@ def _mix(
     return Case("mix", name, build, device_only)
 
 
+def _boundary(
+    name, rows, dtype=F32, *, streams=4, hidden=32, rank=8, pending=True, inject=True, **more
+):
+    """The update of the sublayer before (or none), and the mix after it."""
+
+    def build(rng):
+        first = _update("", rows, streams, hidden, dtype).build(rng)
+        second = _mix("", rows, streams, hidden, rank, dtype, inject=inject).build(rng)
+        second["streams"] = first["streams"]
+        return second | {"pending": (first["inject"], first["y"]) if pending else None}
+
+    return Case("boundary", name, build, **more)
+
+
 def _update(name, rows, streams, hidden, dtype=F32, *, device_only=False):
     def build(rng):
         return dict(
@@ -65,6 +79,15 @@ CASES = (
     ),
     _mix("released_final_mixer", (4, 1), 4, 2560, 320, BF16, inject=False, device_only=True),
     _mix("released_chunk", (1, 4096), 4, 2560, 320, BF16, device_only=True),
+    _boundary("float32", (2, 3)),
+    _boundary("bfloat16", (2, 3), BF16),
+    _boundary("bfloat16_first", (1, 5), BF16, pending=False),
+    _boundary("bfloat16_final_mixer", (5, 1), BF16, inject=False),
+    _boundary("bfloat16_wide", (3, 1), BF16, hidden=256, rank=64),
+    *(
+        _boundary(f"released_{n}", (n, 1), BF16, hidden=2560, rank=320, device_only=True)
+        for n in (1, 4, 16, 32, 128, 2048)
+    ),
     _update("released_4", (1, 4), 4, 2560, BF16, device_only=True),
     _update("released_chunk", (1, 4096), 4, 2560, BF16, device_only=True),
 )
