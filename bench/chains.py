@@ -22,17 +22,17 @@ import jax
 import jax.numpy as jnp
 
 from bench import check, timing
-from bench.kernels import find_peers, finish
-from bench.operations import Operation, operations
+from bench.kernels import failure, find_peers, finish
+from bench.operations import Operation
 from bench.record import append
 from bench.traffic import size
-from qwen4jax.pallas.gated_residual import mix, update
+from qwen4jax.pallas.gated_residual import BOUNDARY, boundary
 
 NAME = "gated_residual.chain"
 STREAMS = 4
 
 
-def boundary(
+def step(
     streams: jax.Array,
     inject: jax.Array,
     y: jax.Array,
@@ -40,23 +40,12 @@ def boundary(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Streams, injection weights and input of the sublayer after one whose output is `y`.
-
-    An implementation that only one of the two operations has leaves the other to the registry.
-    """
-
-    def own(operation: str) -> str | None:
-        return implementation if implementation in implementations(operation) else None
-
-    streams = update(streams, inject, y, implementation=own("update"))
-    x, given, _ = mix(streams, **weights, eps=1e-6, implementation=own("mix"))
+    """Streams, injection weights and input of the sublayer after one whose output is `y`."""
+    streams, x, given = boundary(
+        streams, (inject, y), **weights, eps=1e-6, implementation=implementation
+    )
     assert given is not None
     return streams, given, x
-
-
-def implementations(function: str) -> tuple[str, ...]:
-    """Of one of the two operations."""
-    return operations()[f"gated_residual.{function}"].implementations
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "hidden"))
@@ -99,25 +88,25 @@ def compile_chain(
     name = None if implementation == "default" else implementation
     state = jax.eval_shape(lambda: draw_state(jax.random.key(0), rows, args.hidden))
     bank = jax.eval_shape(lambda: draw_bank(jax.random.key(0), args.hidden, args.rank))
-    step = jax.jit(functools.partial(boundary, implementation=name))
+    one = jax.jit(functools.partial(step, implementation=name))
 
     def program(state: Any, banks: list[Any]) -> Any:
         for _ in range(args.passes):
             for own in banks:
                 # a sublayer stands between the mixer and the update: they are not fused
-                state = jax.lax.optimization_barrier(step(*state, own))
+                state = jax.lax.optimization_barrier(one(*state, own))
         return state
 
     lowered = jax.jit(program, donate_argnums=0).lower(state, [bank] * args.banks)
     arrays = named(state, bank)
-    call = lambda given: boundary(**given, implementation=name)  # noqa: E731
+    call = lambda given: step(**given, implementation=name)  # noqa: E731
     once = check.compile_once(operation, call, arrays, state)
     judge = check.compile_judge(operation, {}, arrays, state)
     return Chain(rows, implementation, once, judge, lowered.compile(timing.compile_options()))
 
 
 def named(state: tuple, bank: dict) -> dict[str, Any]:
-    """Keyword arguments of `boundary`."""
+    """Keyword arguments of `step`."""
     return dict(zip(("streams", "inject", "y"), state, strict=True)) | dict(weights=bank)
 
 
@@ -150,34 +139,29 @@ def measure(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    found = [] if jax.config.jax_platforms == "cpu" else find_peers([NAME], args.peers, args.quick)
-    names = args.implementation or [
-        "default",
-        *dict.fromkeys([*implementations("mix"), *implementations("update")]),
-    ]
-    operation = Operation(NAME, boundary, tuple(names), ())
+    found = find_peers([NAME], args.peers, args.quick)
+    names = args.implementation or ["default", *BOUNDARY]
+    operation = Operation(NAME, step, tuple(names), ())
     jobs = [(rows, name) for rows in args.rows for name in names]
     with ThreadPoolExecutor(args.jobs) as pool:
         chains = [pool.submit(compile_chain, *job, args, operation) for job in jobs]
     bandwidth = timing.copy_bandwidth()
     banks = [draw_bank(jax.random.key(i), args.hidden, args.rank) for i in range(args.banks)]
-    lines, bad = [], 0
+    bad = 0
     for (rows, name), chain in zip(jobs, chains, strict=True):
-        title = f"{NAME} {rows:5} rows  {name:20}"
-        if failed := chain.exception():
-            skipped = isinstance(failed, NotImplementedError)
-            print(title, "skipped:" if skipped else "FAILED:", str(failed).splitlines()[:1])
-            bad += not skipped
-            continue
-        line, text = measure(chain.result(), banks, args, operation)
-        if line is None:
-            bad += 1
-        else:
-            lines.append(finish(line, bandwidth, found))
-            peer = lines[-1]["peer_us"]
-            text += f", {lines[-1]['bandwidth_fraction']:.1%}" + (f", peer {peer}" if peer else "")
-        print(title, text, flush=True)
-    append(lines, "kernels.jsonl", args.out)
+        try:
+            line, text = measure(chain.result(), banks, args, operation)
+        except NotImplementedError as e:
+            line, text = None, f"skipped: {e}"
+        except Exception as e:  # of a kernel's compilation or launch; the other rows go on
+            line, text = None, f"FAILED: {failure(e)}"
+        if line is not None:
+            line = finish(line, bandwidth, found)
+            append([line], "kernels.jsonl", args.out)
+            text += f", {line['bandwidth_fraction']:.1%}"
+            text += f", peer {line['peer_us']:.2f}" if line["peer_us"] else ""
+        bad += text.startswith(("WRONG", "FAILED"))
+        print(f"{NAME} {rows:5} rows  {name:20} {text}", flush=True)
     if bad:
         raise SystemExit(f"{bad} rows are wrong or failed")
 

@@ -86,7 +86,15 @@ def compile_once(
 
     carried, fixed = divide(operation, abstract(arrays))
     program = jax.jit(once, donate_argnums=(0, 2), keep_unused=True)
-    return program.lower(carried, fixed, None if operation.carry else abstract(out)).compile()
+    return program.lower(carried, fixed, abstract(_written(operation, out))).compile()
+
+
+def _written(operation: Operation, out: Any) -> Any:
+    """The results that are not in the place of an argument."""
+    if not operation.carry:
+        return out
+    inside = {id(leaf) for leaf in jax.tree.leaves(operation.replaces(out))}
+    return [leaf for leaf in jax.tree.leaves(out) if id(leaf) not in inside]
 
 
 def _poison(out: Any) -> Any:
@@ -104,7 +112,7 @@ def check(
     carried, fixed = divide(operation, arrays)
 
     def run() -> Any:
-        return once(copies(carried), fixed, None if operation.carry else _poison(out))
+        return once(copies(carried), fixed, _poison(_written(operation, out)))
 
     got = run()
     narrow = any(x.dtype.itemsize < 4 for x in jax.tree.leaves((arrays, out)))

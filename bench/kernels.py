@@ -1,7 +1,7 @@
 """Checks and times every implementation of the operations over their cases.
 
     python -m bench.kernels                                  # all of them, on an accelerator
-    python -m bench.kernels --op gated_residual --case released --implementation triton
+    python -m bench.kernels --op gated_residual --released --implementation triton
     python -m bench.kernels --op skinny_matmul --small --out /tmp/here     # on a CPU
 
 Each row: first the float32 check of `bench/check.py`, and no time for a wrong result; then the
@@ -124,8 +124,7 @@ def measure(row: Row, seed: int, args: Any) -> tuple[dict | None, str]:
     if isinstance(failed, NotImplementedError):
         return None, f"skipped: {failed}"
     if failed is not None:
-        text = str(failed).strip().splitlines() or [""]
-        return None, f"FAILED: {type(failed).__name__}: {text[0][:300]}"
+        return None, f"FAILED: {failure(failed)}"
     programs, operation = row.programs.result(), row.operation
     arrays, static = split(draw(row.case, seed))
     verdict = check.check(
@@ -133,7 +132,7 @@ def measure(row: Row, seed: int, args: Any) -> tuple[dict | None, str]:
     )
     if verdict.wrong:
         return None, f"WRONG: {verdict.wrong}"
-    if not size(operation.results(programs.out)):
+    if not size(operation.kept(programs.out)):
         return None, "right, nothing to time"
     nbytes = operation.nbytes(arrays | static, programs.out)
     measured = timing.run_chain(
@@ -165,8 +164,13 @@ def finish(line: dict, bandwidth: float, found: list[dict]) -> dict:
 
 def find_peers(names: list[str], given: Path | None, quick: bool) -> list[dict]:
     """Rows of a file, or of a run of the peers before this process takes the device's memory."""
+    if given is not None and not given.exists():
+        print(f"{given}: no such file, so no public kernel is compared", flush=True)
+        return []
     if given is not None:
         return peers.load(given)
+    if jax.config.jax_platforms == "cpu":
+        return []
     wanted = [group for name in names for group in peers.groups(name)]
     with tempfile.TemporaryDirectory() as scratch:
         return peers.run(wanted, Path(scratch) / "peers.json", quick=quick)
@@ -182,14 +186,13 @@ def main(argv: list[str] | None = None) -> None:
     ]
     if not chosen:
         raise SystemExit(f"--op: none of {', '.join(args.op)}; there are: {', '.join(table)}")
-    on_cpu = jax.config.jax_platforms == "cpu"
-    found = [] if on_cpu else find_peers([o.name for o in chosen], args.peers, args.quick)
-    found = peers.load(args.peers) if args.peers else found
+    found = find_peers([operation.name for operation in chosen], args.peers, args.quick)
     small = args.small or jax.default_backend() == "cpu"
     pattern = re.compile(args.case or "")
 
     def keep(case: Case) -> bool:
-        return bool(pattern.search(case.name)) and not (small and case.device_only)
+        fits = not (small if case.device_only else args.released)
+        return fits and bool(pattern.search(case.name))
 
     begun = time.time()
     rows = plan_rows(chosen, keep, args)
@@ -203,19 +206,28 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
     seed = args.seed if args.seed is not None else time.time_ns()
-    lines, bad = [], 0
+    timed = bad = 0
     for row in rows:
-        line, text = measure(row, seed, args)
+        try:
+            line, text = measure(row, seed, args)
+        except Exception as e:  # of a kernel's launch; the other rows go on
+            line, text = None, f"FAILED: {failure(e)}"
         if line is not None:
-            lines.append(finish(line, bandwidth, found))
-            share, peer = lines[-1]["bandwidth_fraction"], lines[-1]["peer_us"]
-            text += f" {share:7.1%}" + (f"  peer {peer:.2f} us" if peer else "")
+            line = finish(line, bandwidth, found)
+            append([line], "kernels.jsonl", args.out)
+            timed += 1
+            text += f" {line['bandwidth_fraction']:7.1%}"
+            text += f"  peer {line['peer_us']:.2f} us" if line["peer_us"] else ""
         bad += text.startswith(("WRONG", "FAILED"))
         print(f"{row.title}{text}", flush=True)
-    append(lines, "kernels.jsonl", args.out)
-    print(f"# {len(lines)} of {len(rows)} rows timed in {time.time() - begun:.1f} s", flush=True)
+    print(f"# {timed} of {len(rows)} rows timed in {time.time() - begun:.1f} s", flush=True)
     if bad:
         raise SystemExit(f"{bad} rows are wrong or failed")
+
+
+def failure(error: BaseException) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -224,6 +236,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", help="regular expression of case names")
     parser.add_argument("--implementation", help="regular expression of implementations")
     parser.add_argument("--small", action="store_true", help="only cases that fit everywhere")
+    parser.add_argument("--released", action="store_true", help="only cases of released size")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--calls", type=int, default=64, help="most calls in one graph")
     parser.add_argument("--repeats", type=int, default=3, help="runs that must agree bit for bit")

@@ -30,8 +30,9 @@ class Operation:
         function: the public one; takes `implementation=`.
         implementations: names, the reference among them.
         cases: of the function.
-        carry: argument that the result replaces, donated.
-        results: part of the result that a decode round reads; the rest is not timed.
+        carry: argument that `replaces` of the result takes the place of, donated.
+        replaces: the part of the result that does.
+        results: the other part that a decode round reads; the rest is not timed.
         shared: arguments too large to copy, of which a call touches little.
         unordered: whether the last axis is a set.
         compared: the result without the places whose values have no meaning.
@@ -42,6 +43,7 @@ class Operation:
     implementations: tuple[str, ...]
     cases: tuple[Case, ...]
     carry: str | None = None
+    replaces: Callable[[Any], Any] = lambda out: out
     results: Callable[[Any], Any] = lambda out: out
     shared: tuple[str, ...] = ()
     unordered: bool = False
@@ -55,9 +57,13 @@ class Operation:
             leaf = leaf.decay
         return math.prod(leaf.shape[:-1] if axes is None else leaf.shape[:axes])
 
+    def kept(self, out: Any) -> tuple[Any, Any]:
+        """(what replaces the carried argument, if any; the results that are read)."""
+        return (self.replaces(out) if self.carry else None), self.results(out)
+
     def nbytes(self, inputs: Inputs, out: Any) -> int:
         """Least bytes moved: what is read of the inputs, and what is written."""
-        return int(BYTES[self.name](inputs, self.results(out)))
+        return int(BYTES[self.name](inputs, self.kept(out)))
 
 
 def _counted(inputs: Inputs, result: Any) -> Any:
@@ -70,6 +76,7 @@ def _counted(inputs: Inputs, result: Any) -> Any:
 # argument whose leading axes are tokens, and how many axes; None is all but the last
 _ROWS: dict[str, tuple[str, int | None]] = {
     "skinny_matmul": ("x", None),
+    "gated_residual.boundary": ("streams", 2),
     "gated_residual.mix": ("streams", 2),
     "gated_residual.update": ("streams", 2),
     "moe.route": ("logits", 1),
@@ -88,12 +95,15 @@ _ROWS: dict[str, tuple[str, int | None]] = {
     "ple.mix": ("value", 2),
 }
 _MORE: dict[str, dict[str, Any]] = {
+    "gated_residual.boundary": dict(
+        carry="streams", replaces=lambda out: out[0], results=lambda out: out[1:]
+    ),
     # the gates are for ablation studies
     "gated_residual.mix": dict(results=lambda out: out[:2]),
-    "gated_residual.update": dict(carry="streams"),
-    "compress_and_store.store": dict(carry="cache"),
-    "compress_and_store.compress": dict(carry="cache"),
-    "gated_delta.commit": dict(carry="state"),
+    "gated_residual.update": dict(carry="streams", results=lambda out: None),
+    "compress_and_store.store": dict(carry="cache", results=lambda out: None),
+    "compress_and_store.compress": dict(carry="cache", results=lambda out: None),
+    "gated_delta.commit": dict(carry="state", results=lambda out: None),
     "gated_delta.chunks": dict(compared=_counted),
     "ple.gather": dict(shared=("table",)),
     "index_topk": dict(unordered=True),
@@ -103,15 +113,17 @@ _TABLES = {"chunks": "CHUNK", "ngram_rows": "ROWS"}
 
 
 def operations() -> dict[str, Operation]:
-    """All of them by name."""
-    return {name: _operation(name) for name in _ROWS}
+    """All that have cases, by name."""
+    return {name: found for name in _ROWS if (found := _operation(name)) is not None}
 
 
-def _operation(name: str) -> Operation:
+def _operation(name: str) -> Operation | None:
     package, _, function = name.partition(".")
     module = importlib.import_module(f"qwen4jax.pallas.{package}")
     cases = importlib.import_module(f"qwen4jax.pallas.{package}.cases").CASES
     own = tuple(case for case in cases if case.function == (function or package))
+    if not own:
+        return None
     return Operation(
         name,
         getattr(module, function or package),

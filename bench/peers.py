@@ -151,6 +151,7 @@ def _experts(case: str, rows: int) -> list[Term]:
 _TERMS: dict[str, Callable[[str, int], list[Term]]] = {
     "gated_residual.mix": _mix,
     "gated_residual.update": _update,
+    "gated_residual.boundary": _chain,
     "gated_residual.chain": _chain,
     "index_score": _index_score,
     "index_topk": _index_topk,
@@ -164,6 +165,7 @@ _TERMS: dict[str, Callable[[str, int], list[Term]]] = {
 _GROUPS: dict[str, list[str]] = {
     "gated_residual.mix": ["residual"],
     "gated_residual.update": ["residual"],
+    "gated_residual.boundary": ["residual"],
     "gated_residual.chain": ["residual"],
     "index_score": ["qsa_score"],
     "index_topk": ["qsa_topk"],

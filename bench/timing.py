@@ -59,8 +59,7 @@ def plan(operation: Operation, arrays: Inputs, out: Any, nbytes: int, calls: int
     copies = min(math.ceil(COLD / max(nbytes, 1)), max(1, int(ROOM / max(size(own), 1))))
     if nbytes * calls < COLD / 2:
         copies = 4
-    if not operation.carry:
-        calls = min(calls, max(2, int(ROOM / max(size(operation.results(out)), 1))))
+    calls = min(calls, max(2, int(ROOM / max(size(operation.results(out)), 1))))
     copies = max(min(copies, calls), min(2, calls))
     return Plan(copies, copies * math.ceil(calls / copies))
 
@@ -75,7 +74,7 @@ def chain(operation: Operation, call: Callable[[Inputs], Any], calls: int) -> An
 
     `carried` and `fixed` are lists of copies; `sinks` are buffers for the results.
     """
-    one = jax.jit(lambda arrays: operation.results(call(arrays)))
+    one = jax.jit(lambda arrays: operation.kept(call(arrays)))
 
     def program(carried: list[Inputs], fixed: list[Inputs], sinks: list[Any]):
         carried, results, before = list(carried), [], None
@@ -96,10 +95,10 @@ def chain(operation: Operation, call: Callable[[Inputs], Any], calls: int) -> An
 
 
 def _keep(operation: Operation, carried: list, results: list, place: int, value: Any) -> None:
+    replaced, result = value
     if operation.carry:
-        carried[place] = {operation.carry: value}
-    else:
-        results.append(value)
+        carried[place] = {operation.carry: replaced}
+    results.append(result)
 
 
 def abstract(tree: Any) -> Any:
@@ -115,7 +114,7 @@ def divide(operation: Operation, arrays: Inputs) -> tuple[Inputs, Inputs]:
 
 def sinks(operation: Operation, out: Any, calls: int) -> list[Any]:
     """Shapes of the results' buffers."""
-    return [] if operation.carry else [abstract(operation.results(out))] * calls
+    return [abstract(operation.results(out))] * calls
 
 
 def compile_chain(

@@ -25,6 +25,11 @@ def everything(inputs: dict[str, Any], out: Any) -> float:
     return size(inputs) + size(out)
 
 
+def _boundary(inputs: dict[str, Any], out: Any) -> float:
+    # without an update the streams are only read
+    return everything(inputs, out if inputs["pending"] is not None else out[1])
+
+
 def _experts(inputs: dict[str, Any], out: Any) -> float:
     weights = inputs["gate_up"], inputs["down"]
     share = len(np.unique(np.asarray(inputs["ids"]))) / inputs["gate_up"].shape[0]
@@ -102,6 +107,7 @@ def _gather(inputs: dict[str, Any], out: Any) -> float:
 BYTES: dict[str, Callable[[dict[str, Any], Any], float]] = collections.defaultdict(
     lambda: everything,
     {
+        "gated_residual.boundary": _boundary,
         "moe.experts": _experts,
         "sparse_attention": _sparse_attention,
         "index_score": _index_score,

@@ -66,6 +66,7 @@ def test_small_cases_give_a_line_each(tmp_path: Path):
     written = lines(tmp_path)
     assert {(line["op"], line["case"]) for line in written} == {
         ("skinny_matmul", "bfloat16"),
+        ("gated_residual.boundary", "bfloat16"),
         ("gated_residual.mix", "bfloat16"),
         ("gated_residual.update", "bfloat16_rounds_once"),
         ("index_topk", "ratio_8"),
@@ -141,6 +142,9 @@ def test_a_wrong_result_has_no_time(tmp_path: Path, capsys):
         ("skinny_matmul", "one_row", 4 * (32 + 48 * 32 + 48)),
         # weights, gain, streams, input and injection weights; the gates are not counted
         ("gated_residual.mix", "bfloat16", 2 * (20 * 128 + 128 + 6 * 128 + 6 * 32) + 4 * 24),
+        # streams in and out of all but the first sublayer, whose streams are only read
+        ("gated_residual.boundary", "bfloat16", 2 * (20 * 128 + 128 + 12 * 128 + 12 * 32) + 8 * 24),
+        ("gated_residual.boundary", "bfloat16_first", 2 * (20 * 128 + 128 + 5 * 160) + 4 * 20),
         ("gated_residual.update", "bfloat16_rounds_once", 2 * 6 * (128 + 128 + 32) + 4 * 24),
         # one of 8 experts
         ("moe.experts", "one_expert_for_all", 4 * (3 * 8 * 16 + 3 * 16 + 3 + 3 + 3 * 16)),
@@ -191,7 +195,7 @@ def test_a_chain_calls_as_often_as_it_says():
     call = lambda given: operation.function(**given, **static, implementation="reference")  # noqa: E731
     program = timing.compile_chain(operation, call, arrays, None, timing.Plan(2, 6))
     carried, fixed = timing.divide(operation, arrays)
-    states, _ = program([timing.copies(carried) for _ in range(2)], [fixed] * 2, [])
+    states, _ = program([timing.copies(carried) for _ in range(2)], [fixed] * 2, [None] * 6)
     want = arrays["streams"] + 3 * arrays["inject"][..., None] * arrays["y"][..., None, :]
     for state in states:
         np.testing.assert_allclose(
