@@ -13,6 +13,7 @@ Not interpreted: inline assembly, `libdevice`.
 """
 
 import contextlib
+import inspect
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,6 +121,8 @@ def _function(kernel: Any) -> Any:
 
 def _with_helpers(fn: Any) -> Any:
     """The same function over globals in which compiled helpers are interpreted ones."""
+    # without the checks of annotations that tests add to the package's functions
+    fn = inspect.unwrap(fn)
     scope = dict(fn.__globals__)
     for name, value in scope.items():
         if isinstance(value, JITFunction):
