@@ -1,6 +1,11 @@
 """The dense projection against NumPy float64."""
 
-from qwen4jax.pallas.skinny_matmul import IMPLEMENTATIONS, skinny_matmul
+from qwen4jax.pallas.skinny_matmul import (
+    IMPLEMENTATIONS,
+    PROJECTIONS,
+    projections,
+    skinny_matmul,
+)
 from qwen4jax.pallas.skinny_matmul.cases import CASES
 from tests.pallas.calls import assert_matches, call, f64, over_cases
 
@@ -25,3 +30,13 @@ def test_a_row_is_the_same_in_other_company(case, implementation):
     forth = f64(call(skinny_matmul, inputs, implementation))
     back = call(skinny_matmul, inputs | {"x": inputs["x"][::-1]}, implementation)[::-1]
     assert_matches(back, forth, steps=2.0)
+
+
+@over_cases(CASES, "projections", PROJECTIONS)
+def test_several_match_float64(case, implementation):
+    inputs = case.inputs()
+    results = call(projections, inputs, implementation)
+    dtypes = inputs["out_dtypes"] or [inputs["x"].dtype] * len(inputs["weights"])
+    for got, w, dtype in zip(results, inputs["weights"], dtypes, strict=True):
+        assert got.dtype == dtype
+        assert_matches(got, f64(inputs["x"]) @ f64(w).T)

@@ -1,13 +1,55 @@
 """Dense projections of few rows: every weight is read once."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import reference
 
-IMPLEMENTATIONS = Operation("skinny_matmul", {"reference": reference.skinny_matmul})
+_TRITON = "qwen4jax.pallas.skinny_matmul.triton_kernels"
+# above these cuBLAS is as good, and larger tiles than the kernels' are better
+MOST_ROWS = 128
+MOST_WEIGHTS = 4
+
+
+def _refuses(x: Any, weights: Sequence[Any]) -> str | None:
+    rows = x.size // max(x.shape[-1], 1)
+    if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
+        return "takes bfloat16 rows and weights"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"takes 1 to {MOST_ROWS} rows, not {rows}"
+    if len(weights) > MOST_WEIGHTS:
+        return f"takes up to {MOST_WEIGHTS} weights, not {len(weights)}"
+    if x.shape[-1] % 128:
+        return f"takes inputs in multiples of 128, not {x.shape[-1]}"
+    return None
+
+
+def _refuses_one(x: Any, w: Any, bias: Any, **_: Any) -> str | None:
+    return "adds no bias" if bias is not None else _refuses(x, (w,))
+
+
+def _refuses_several(x: Any, weights: Sequence[Any], **_: Any) -> str | None:
+    return _refuses(x, weights)
+
+
+IMPLEMENTATIONS = Operation(
+    "skinny_matmul",
+    {
+        "reference": reference.skinny_matmul,
+        "triton": Kernel(f"{_TRITON}.skinny_matmul", needs=("triton",), refuses=_refuses_one),
+    },
+)
+PROJECTIONS = Operation(
+    "skinny_matmul.projections",
+    {
+        "reference": reference.projections,
+        "triton": Kernel(f"{_TRITON}.projections", needs=("triton",), refuses=_refuses_several),
+    },
+)
 
 
 def skinny_matmul(
@@ -27,5 +69,29 @@ def skinny_matmul(
         out_dtype: of the result, by default `x.dtype`.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
     """
-    rows = x.size // x.shape[-1]
-    return IMPLEMENTATIONS.run(implementation, rows, x, w, bias, out_dtype=out_dtype or x.dtype)
+    rows = x.size // max(x.shape[-1], 1)
+    out_dtype = out_dtype or x.dtype
+    return IMPLEMENTATIONS.run(implementation, rows, x, w, bias, out_dtype=out_dtype)
+
+
+def projections(
+    x: Float[Array, "*rows I"],
+    weights: Sequence[Float[Array, "_ I"]],
+    *,
+    out_dtypes: Sequence[Any] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows _"], ...]:
+    """`skinny_matmul` of the same rows with several weights, in one launch.
+
+    The weights stay the arrays that they are, so that a checkpoint's tensors need no second,
+    concatenated copy.
+
+    Args:
+        x: rows of activations.
+        weights: each [outputs, inputs].
+        out_dtypes: of the results, by default `x.dtype`.
+        implementation: see `PROJECTIONS`; by default the fastest.
+    """
+    rows = x.size // max(x.shape[-1], 1)
+    out_dtypes = tuple(out_dtypes or (x.dtype,) * len(weights))
+    return PROJECTIONS.run(implementation, rows, x, tuple(weights), out_dtypes=out_dtypes)

@@ -17,6 +17,17 @@ def _case(name, rows, outputs, inputs, dtype=F32, *, bias=False, device_only=Fal
     return Case("skinny_matmul", name, build, device_only)
 
 
+def _several(name, rows, outputs, inputs, dtype=BF16, *, out_dtypes=None, device_only=False):
+    def build(rng):
+        return dict(
+            x=normal(rng, (*rows, inputs), dtype),
+            weights=tuple(weight(rng, (n, inputs), dtype) for n in outputs),
+            out_dtypes=out_dtypes,
+        )
+
+    return Case("projections", name, build, device_only)
+
+
 def _poisoned_row(rng):
     x = rng.standard_normal((3, 16))
     x[1] = np.nan
@@ -33,6 +44,12 @@ _RELEASED = {
     "shared_down": (2560, 640),
     "lm_head": (248320, 2560),
 }
+# of the weights that read the same rows
+_RELEASED_TOGETHER = {
+    "delta_in": ((10240, 6144, 48, 48), 2560),
+    "sparse_in": ((12288, 512, 512, 640), 2560),
+    "router_and_shared": ((512, 640, 640, 1), 2560),
+}
 
 CASES = (
     _case("one_row", (1,), 48, 32),
@@ -46,9 +63,20 @@ CASES = (
     _case("bfloat16_bias", (3,), 8, 160, BF16, bias=True),
     _case("bfloat16_to_float32", (3,), 8, 160, BF16, out_dtype=F32),
     Case("skinny_matmul", "nan_row_stays_alone", _poisoned_row),
+    _case("bfloat16_tiles", (5,), 48, 256, BF16),
+    _case("bfloat16_ragged_tiles", (17,), 83, 384, BF16),
+    _case("bfloat16_wide_tiles", (3,), 6403, 128, BF16),
+    _several("two", (2, 3), (48, 7), 32),
+    _several("four", (3,), (48, 7, 1, 20), 256, out_dtypes=(BF16, F32, F32, BF16)),
+    _several("wide", (9,), (6400, 83, 1), 128),
     *(
         _case(f"{name}_{rows}", (rows,), *shape, BF16, device_only=True)
         for name, shape in _RELEASED.items()
         for rows in (1, 4, 32, 128)
+    ),
+    *(
+        _several(f"{name}_{rows}", (rows,), *shape, device_only=True)
+        for name, shape in _RELEASED_TOGETHER.items()
+        for rows in (1, 4, 16, 32)
     ),
 )

@@ -12,3 +12,11 @@ def skinny_matmul(x, w, bias, *, out_dtype):
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(out_dtype)
+
+
+def projections(x, weights, *, out_dtypes):
+    """See `qwen4jax.pallas.skinny_matmul.projections`."""
+    return tuple(
+        skinny_matmul(x, w, None, out_dtype=dtype)
+        for w, dtype in zip(weights, out_dtypes, strict=True)
+    )
