@@ -130,18 +130,11 @@ def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: An
         "debug": ir.BoolAttr.get(False),
     }
     config |= {f"grid_{axis}": mlir.i32_attr(n) for axis, n in zip("xyz", how["grid"], strict=True)}
-    row_major = lambda avals: [list(reversed(range(a.ndim))) for a in avals]  # noqa: E731
-    call = mlir.custom_call(
-        call_target_name=_TARGET,
-        result_types=[mlir.aval_to_ir_type(aval) for aval in ctx.avals_out],
-        operands=operands,
-        backend_config=config,
-        api_version=4,
-        operand_layouts=row_major(ctx.avals_in),
-        result_layouts=row_major(ctx.avals_out),
-        operand_output_aliases=dict(how["aliases"]),
+    # operands and results are row-major unless told otherwise
+    lowering = jax.ffi.ffi_lowering(
+        _TARGET, backend_config=config, operand_output_aliases=dict(how["aliases"])
     )
-    return call.results
+    return lowering(ctx, *operands)
 
 
 def _refuse(ctx: Any, *operands: Any, name: str, **_: Any) -> Any:
