@@ -2,15 +2,26 @@
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas.index_topk import reference
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.index_topk import limits, reference
+from qwen4jax.pallas.registry import Kernel, Operation
 
-IMPLEMENTATIONS = Operation("index_topk", {"reference": reference.index_topk})
+IMPLEMENTATIONS = Operation(
+    "index_topk",
+    {
+        "reference": reference.index_topk,
+        "triton": Kernel(
+            "qwen4jax.pallas.index_topk.triton_kernels.index_topk",
+            needs=("triton",),
+            refuses=limits.refuses,
+        ),
+    },
+)
 
 
 def index_topk(
     scores: Float[Array, "B T N"],
     index: Int[Array, "B T"],
+    best: Float[Array, "B T G"] | None = None,
     *,
     blocks: int,
     ratio: int,
@@ -24,9 +35,13 @@ def index_topk(
     Args:
         scores: float32, -inf beyond each query's complete blocks.
         index: index of each query's token, -1 where there is none: it selects nothing.
+        best: best score of each `limits.LONG` consecutive blocks, as `index_score` gives them;
+            spares kernels a pass over long rows.
         blocks: most blocks selected.
         ratio: tokens in a block.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
     """
     rows = scores.shape[0] * scores.shape[1]
-    return IMPLEMENTATIONS.run(implementation, rows, scores, index, blocks=blocks, ratio=ratio)
+    return IMPLEMENTATIONS.run(
+        implementation, rows, scores, index, best, blocks=blocks, ratio=ratio
+    )

@@ -4,22 +4,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax.pallas.cases import F32, Case, integers
+from qwen4jax.pallas.index_topk.limits import LONG
 
 
-def _case(name, index, width, blocks, *, ratio=4, scores=None, device_only=False):
-    """Scores of `width` blocks, -inf beyond what each `index` (given [B, T]) has complete."""
+def _case(name, index, width, blocks, *, ratio=4, scores=None, best=False, device_only=False):
+    """Scores of `width` blocks, -inf beyond what each `index` (given [B, T]) has complete.
+
+    With `best`, the best score of each group comes along, as `index_score` gives it.
+    """
     index = np.asarray(index)
 
     def build(rng):
         shape = (*index.shape, width)
         values = rng.standard_normal(shape) if scores is None else scores(rng, shape)
         seen = np.arange(width) < ((index + 1) // ratio)[..., None]
-        return dict(
-            scores=jnp.asarray(np.where(seen, values, -np.inf), F32),
-            index=integers(index),
-            blocks=blocks,
-            ratio=ratio,
-        )
+        values = np.where(seen, values, -np.inf)
+        given = dict(scores=jnp.asarray(values, F32), index=integers(index))
+        if best:
+            spare = [(0, 0), (0, 0), (0, -width % LONG)]
+            groups = np.pad(values, spare, constant_values=-np.inf).reshape(*shape[:-1], -1, LONG)
+            given["best"] = jnp.asarray(groups.max(-1), F32)
+        return given | dict(blocks=blocks, ratio=ratio)
 
     return Case("index_topk", name, build, device_only)
 
@@ -53,6 +58,11 @@ def _one_bin(inside):
     return scores
 
 
+def _in_a_run(rng, shape):
+    """The best lie side by side, so that few groups hold them all."""
+    return np.where(np.arange(shape[-1]) // 600 == 2, 2.0, 1.0) * rng.random(shape)
+
+
 def _equal_rows(scores):
     return lambda rng, shape: np.broadcast_to(scores(rng, (1, 1, shape[-1])), shape)
 
@@ -74,6 +84,13 @@ CASES = (
     _case("steps_of_a_hundredth", np.full((2, 4), 1999), 500, 64, scores=_quantised),
     _case("places_63", np.arange(63)[None] + 37, 25, 8),
     _case("blocks_1000", [[3999, 3998]], 1000, 64),
+    # NUM-03: around the widest window that is all selected, and up to twice the budget
+    _case("index_2046_to_2054", np.arange(2046, 2055)[None], 520, 512),
+    _case("up_to_twice_the_budget", [[2400, 4090, 4095]], 1024, 512, scores=_quantised),
+    _case("best_in_a_run", [[11999, 11000]], 3000, 512, scores=_in_a_run),
+    _case("long_rows", [[79999, 65539, 65535]], 20001, 512),
+    _case("long_rows_in_a_run", [[79999, 70002]], 20001, 512, scores=_in_a_run, best=True),
+    _case("long_rows_of_ties", [[79999, 66000]], 20001, 512, scores=_quantised, best=True),
     # NUM-01: more candidates in one coarse bin than a fixed buffer holds
     _case("bin_of_16384", _at_end(20000), 20000, 512, scores=_one_bin(16384)),
     _case("bin_of_16385", _at_end(20000), 20000, 512, scores=_one_bin(16385)),
@@ -91,7 +108,17 @@ CASES = (
             512,
             device_only=True,
         )
-        for rows, blocks in ((1, 2048), (1, 16384), (1, 65536), (8, 16384), (32, 16384))
+        for rows, blocks in (
+            (1, 2048),
+            (1, 14336),
+            (1, 16384),
+            (1, 65536),
+            (8, 16384),
+            (32, 16384),
+        )
+    ),
+    _case(
+        "released_best_65536", 262140 + np.arange(4)[None], 65536, 512, best=True, device_only=True
     ),
     _case("released_chunk", np.arange(512)[None] + 65024, 16384, 512, device_only=True),
 )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def index_topk(scores, index, *, blocks, ratio):
+def index_topk(scores, index, best=None, *, blocks, ratio):
     """See `qwen4jax.pallas.index_topk`."""
     complete = (index + 1) // ratio
     # one zero: a sort that orders -0 before +0 would break ties by sign
