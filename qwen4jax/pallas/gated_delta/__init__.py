@@ -15,8 +15,8 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spe
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas.gated_delta import reference
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.gated_delta import limits, reference
+from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.state import DeltaNetState
 
 
@@ -45,8 +45,22 @@ class Factors(struct.PyTreeNode):
     decay: Float[Array, "B T V"]
 
 
-STEP = Operation("gated_delta.step", {"reference": reference.step})
-COMMIT = Operation("gated_delta.commit", {"reference": reference.commit})
+_TRITON = "qwen4jax.pallas.gated_delta.triton_kernels."
+STEP = Operation(
+    "gated_delta.step",
+    {
+        "reference": reference.step,
+        "triton": Kernel(_TRITON + "step", needs=("triton",), refuses=limits.step),
+        "triton_split": Kernel(_TRITON + "step_split", needs=("triton",), refuses=limits.step),
+    },
+)
+COMMIT = Operation(
+    "gated_delta.commit",
+    {
+        "reference": reference.commit,
+        "triton": Kernel(_TRITON + "commit", needs=("triton",), refuses=limits.commit),
+    },
+)
 CHUNK = Operation("gated_delta.chunks", {"reference": reference.chunks})
 
 

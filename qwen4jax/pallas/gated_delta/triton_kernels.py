@@ -1,0 +1,317 @@
+"""Triton kernels of Gated DeltaNet: a step of up to 8 tokens, and its commit.
+
+Bytes decide: the state is 64 KiB a head, 3.1 MB a row (48 heads), against 0.2 MB of everything
+else. A step reads it once, at 4.3 TB/s 0.7 us a row; a commit reads and writes it, 1.6 us a row. A
+kernel in a graph costs about 1 us more, and one program's chain of loads and barriers 1 to 2 us, so
+that with few rows the chain is what there is to shorten.
+
+A step's program is one row's value head. The state is loaded first, into registers and before
+anything waits; the convolution, norms, gates and the products between the tokens, all small, run
+while it is on its way. The WY form (`reference.one_chunk`) then needs one pass over it: products
+with the keys and queries of all tokens at once, where the recurrence would need two products and
+an update per token, each waiting for the one before.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.triton_call import triton_call
+
+# exp(-88) is the last normal float32, as in the reference
+_DECAY_FLOOR = tl.constexpr(-88.0)
+_UNIT_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _log1p(x):
+    """`log(1 + x)` of x in [0, 1], to float32 rounding: 2 atanh(x / (2 + x)) as a series.
+
+    The hardware's logarithm is exact to 2**-22 absolutely, and decays are often smaller.
+    """
+    s = x / (2.0 + x)
+    s2 = s * s
+    p = 1.0 / 19.0
+    for i in tl.static_range(8):
+        p = p * s2 + 1.0 / (17.0 - 2.0 * i)
+    return 2.0 * s * (1.0 + s2 * p)
+
+
+@triton.jit
+def _inputs(qkv, conv, row, place, channel, T: tl.constexpr, C: tl.constexpr, J: tl.constexpr):
+    """Convolution inputs [places, channels]; place 0 is the oldest of the history, 0 past T."""
+    old = tl.load(
+        conv + (row * (J - 1) + place)[:, None] * C + channel[None, :],
+        mask=(place < J - 1)[:, None],
+        other=0.0,
+    )
+    token = place - (J - 1)
+    new = tl.load(
+        qkv + (row * T + token)[:, None] * C + channel[None, :],
+        mask=((token >= 0) & (token < T))[:, None],
+        other=0.0,
+    )
+    return tl.where((token >= 0)[:, None], new, old.to(new.dtype))
+
+
+@triton.jit
+def _convolved(
+    qkv, conv, taps, row, channel,
+    T: tl.constexpr, TP: tl.constexpr, C: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """SiLU of the causal convolution [TP, channels], rounded as the reference rounds it."""
+    t = tl.arange(0, TP)
+    mixed = tl.zeros((TP, channel.shape[0]), tl.float32)
+    for j in tl.static_range(J):
+        x = _inputs(qkv, conv, row, t + j, channel, T, C, J)
+        mixed += x.to(tl.float32) * tl.load(taps + channel * J + j).to(tl.float32)[None, :]
+    mixed = mixed * tl.sigmoid(mixed)
+    mixed = mixed.to(qkv.dtype.element_ty).to(tl.float32)
+    return tl.where((t < T)[:, None], mixed, 0.0)
+
+
+@triton.jit
+def _keep_window(
+    qkv, conv, window, row, channel,
+    T: tl.constexpr, C: tl.constexpr, J: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, LP)
+    x = _inputs(qkv, conv, row, place, channel, T, C, J)
+    where = window + (row * (T + J - 1) + place)[:, None] * C + channel[None, :]
+    tl.store(where, x.to(window.dtype.element_ty), mask=(place < T + J - 1)[:, None])
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + _UNIT_EPS)[:, None]
+
+
+@triton.jit
+def _gated(out, z, norm, eps, E: tl.constexpr, SIGMOID: tl.constexpr):
+    """Output norm of [places, E] with its gain, times the activated gate."""
+    scale = tl.rsqrt(tl.sum(out * out, axis=1) / E + eps)
+    gate = tl.sigmoid(z)
+    if not SIGMOID:
+        gate = gate * z
+    return out * scale[:, None] * norm[None, :] * gate
+
+
+@triton.jit
+def step_kernel(
+    qkv, z, a, b, taps, a_log, dt_bias, norm, conv, state,
+    out, window, key, delta, decay,
+    T: tl.constexpr, TP: tl.constexpr, LP: tl.constexpr, J: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
+    EPS: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """One row's value head, or `EB` of its channels: then `out` is not normed yet, and float32.
+
+    A thread holds whole columns of the state: the sum over the keys stays inside of it, and a warp
+    still loads 128 bytes at a time. Triton would give 16 bytes to a thread and then move 64 KiB
+    through shared memory; that `program_id(2)` is 0 it does not know, so it sees no 16 bytes.
+    """
+    C: tl.constexpr = 2 * H * K + V * E
+    blocks: tl.constexpr = E // EB
+    head = tl.program_id(0) // blocks
+    part = tl.program_id(0) % blocks
+    row = tl.program_id(1)
+    kk = tl.arange(0, K)
+    ee = part * EB + tl.arange(0, EB)
+    start = (row * V + head).to(tl.int64) * (K * E) + tl.program_id(2)
+    s = tl.load(state + start + kk[:, None] * E + ee[None, :])
+
+    t = tl.arange(0, TP)
+    live = t < T
+    key_head = head // (V // H)
+    q_channel = key_head * K + kk
+    v_channel = 2 * H * K + head * E + ee
+    gate = (row * T + t) * V + head
+    g = tl.load(a + gate, mask=live, other=0.0).to(tl.float32)
+    g += tl.load(dt_bias + head).to(tl.float32)
+    g = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
+    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
+    beta = tl.sigmoid(tl.load(b + gate, mask=live, other=0.0).to(tl.float32))
+    q = _unit(_convolved(qkv, conv, taps, row, q_channel, T, TP, C, J)) * (K**-0.5)
+    k = _unit(_convolved(qkv, conv, taps, row, H * K + q_channel, T, TP, C, J))
+    v = _convolved(qkv, conv, taps, row, v_channel, T, TP, C, J)
+
+    if part == 0:
+        tl.store(decay + gate, g, mask=live)
+        if head % (V // H) == 0:
+            where = key + ((row * T + t) * H + key_head)[:, None] * K + kk[None, :]
+            tl.store(where, k, mask=live[:, None])
+            _keep_window(qkv, conv, window, row, q_channel, T, C, J, LP)
+            _keep_window(qkv, conv, window, row, H * K + q_channel, T, C, J, LP)
+    _keep_window(qkv, conv, window, row, v_channel, T, C, J, LP)
+
+    # log decay between tokens as a sum of its own terms, never a difference of running sums
+    g = tl.where(live, tl.maximum(g, _DECAY_FLOOR), 0.0)
+    i, j = t[:, None], t[None, :]
+    since = tl.exp(tl.sum(tl.where(j <= i, g[None, :], 0.0), axis=1))
+    inside = (t[None, None, :] > j[:, :, None]) & (t[None, None, :] <= i[:, :, None])
+    weight = tl.exp(tl.sum(tl.where(inside, g[None, None, :], 0.0), axis=2))
+    system = beta[:, None] * weight * tl.sum(k[:, None, :] * k[None, :, :], axis=2)
+    mixing = weight * tl.sum(q[:, None, :] * k[None, :, :], axis=2)
+
+    from_keys = tl.sum(s[None, :, :] * k[:, :, None], axis=1)
+    from_queries = tl.sum(s[None, :, :] * q[:, :, None], axis=1)
+    d = beta[:, None] * (v - since[:, None] * from_keys)
+    o = since[:, None] * from_queries
+    # forward substitution by columns; a token changes none before it, whatever it holds
+    for n in tl.static_range(T):
+        found = tl.sum(tl.where(i == n, d, 0.0), axis=0)[None, :]
+        below = tl.sum(tl.where(j == n, system, 0.0), axis=1)[:, None]
+        mixed = tl.sum(tl.where(j == n, mixing, 0.0), axis=1)[:, None]
+        d = tl.where(i > n, d - below * found, d)
+        o = tl.where(i >= n, o + mixed * found, o)
+
+    place = ((row * T + t) * V + head)[:, None] * E + ee[None, :]
+    tl.store(delta + place, d, mask=live[:, None])
+    if EB == E:
+        zz = tl.load(z + place, mask=live[:, None], other=0.0).to(tl.float32)
+        gain = tl.load(norm + ee).to(tl.float32)
+        o = _gated(o, zz, gain, EPS, E, SIGMOID)
+    tl.store(out + place, o.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def norm_kernel(
+    raw, z, norm, out, N: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    EPS: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """Output norm and gate of `R` heads of `raw` [N, E] float32."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    e = tl.arange(0, E)
+    place = r[:, None] * E + e[None, :]
+    there = (r < N)[:, None]
+    o = tl.load(raw + place, mask=there, other=0.0)
+    zz = tl.load(z + place, mask=there, other=0.0).to(tl.float32)
+    o = _gated(o, zz, tl.load(norm + e).to(tl.float32), EPS, E, SIGMOID)
+    tl.store(out + place, o.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def commit_kernel(
+    state_in, conv_in, window, key, delta, decay, count, state, conv,
+    T: tl.constexpr, J: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, KB: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """`KB` key channels of one row's value head, and `CB` channels of the row's convolution.
+
+    The state is updated in place; rows of which no token stays are left alone.
+    """
+    C: tl.constexpr = 2 * H * K + V * E
+    row = tl.program_id(1)
+    n = tl.load(count + row)
+    if n > 0:
+        head = tl.program_id(0) // (K // KB)
+        kk = tl.program_id(0) % (K // KB) * KB + tl.arange(0, KB)
+        ee = tl.arange(0, E)
+        place = (row * V + head).to(tl.int64) * (K * E) + kk[:, None] * E + ee[None, :]
+        s = tl.load(state_in + place)
+        added = tl.zeros((KB, E), tl.float32)
+        # decay from each token to the end, summed backwards so that no difference is formed
+        after = 0.0
+        for i in tl.static_range(T):
+            token = row * T + (T - 1 - i)
+            stays = T - 1 - i < n
+            k = tl.load(key + (token * H + head // (V // H)) * K + kk, mask=stays, other=0.0)
+            d = tl.load(delta + (token * V + head) * E + ee, mask=stays, other=0.0)
+            added += (k * tl.exp(after))[:, None] * d[None, :]
+            g = tl.load(decay + token * V + head, mask=stays, other=0.0)
+            after += tl.maximum(g, _DECAY_FLOOR)
+        tl.store(state + place, s * tl.exp(after) + added)
+
+        channel = tl.program_id(0) * CB + tl.arange(0, CB)
+        for j in tl.static_range(J - 1):
+            x = tl.load(
+                window + (row * (T + J - 1) + n + j) * C + channel, mask=channel < C, other=0.0
+            )
+            tl.store(conv + (row * (J - 1) + j) * C + channel, x, mask=channel < C)
+
+
+# programs per head of a commit: 192 for one row fill the chip once
+_COMMIT_ROWS = 32
+
+
+def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps, split=1, num_warps=8):
+    """See `qwen4jax.pallas.gated_delta.step`.
+
+    Args:
+        qkv: and the others as there.
+        split: programs per head. Above 1 the output norm is a kernel of its own.
+        num_warps: of a program.
+    """
+    rows, places, width = qkv.shape
+    _, heads, key, value = state.recurrent.shape
+    taps = weights.conv1d.shape[1]
+    shape = jax.ShapeDtypeStruct
+    sigmoid = activation == "sigmoid"
+    out, *factors = triton_call(
+        qkv, z, a, b, weights.conv1d, weights.A_log, weights.dt_bias, weights.norm,
+        state.conv, state.recurrent,
+        kernel=step_kernel,
+        name=f"gated_delta_step_{rows}x{places}",
+        out=(
+            shape(z.shape, qkv.dtype if split == 1 else jnp.float32),
+            shape((rows, places + taps - 1, width), state.conv.dtype),
+            shape((rows, places, key_heads, key), jnp.float32),
+            shape((rows, places, heads, value), jnp.float32),
+            shape((rows, places, heads), jnp.float32),
+        ),
+        grid=(heads * split, rows),
+        num_warps=num_warps,
+        T=places, TP=triton.next_power_of_2(places),
+        LP=triton.next_power_of_2(places + taps - 1), J=taps,
+        H=key_heads, V=heads, K=key, E=value, EB=value // split, EPS=eps, SIGMOID=sigmoid,
+    )  # fmt: skip
+    if split > 1:
+        out = _norm(out, z, weights.norm, heads, eps, sigmoid, qkv.dtype)
+    return out, *factors
+
+
+def step_split(*args, **kwargs):
+    """`step` with four programs per head: for one or two rows."""
+    state = args[5]
+    return step(*args, **kwargs, split=min(4, state.recurrent.shape[3]), num_warps=2)
+
+
+def _norm(raw, z, norm, heads, eps, sigmoid, dtype):
+    total = raw.size // norm.shape[0]
+    return triton_call(
+        raw, z, norm,
+        kernel=norm_kernel,
+        name=f"gated_delta_norm_{total}",
+        out=jax.ShapeDtypeStruct(raw.shape, dtype),
+        grid=(triton.cdiv(total, 4),),
+        num_warps=4,
+        N=total, E=norm.shape[0], R=4, EPS=eps, SIGMOID=sigmoid,
+    )  # fmt: skip
+
+
+def commit(state, factors, count):
+    """See `qwen4jax.pallas.gated_delta.commit`."""
+    rows, places, key_heads, key = factors.key.shape
+    _, heads, _, value = state.recurrent.shape
+    history, width = state.conv.shape[1:]
+    part = min(_COMMIT_ROWS, key)
+    programs = heads * (key // part)
+    recurrent, conv = triton_call(
+        state.recurrent, state.conv, factors.window, factors.key, factors.delta, factors.decay,
+        count,
+        kernel=commit_kernel,
+        name=f"gated_delta_commit_{rows}x{places}",
+        out=(
+            jax.ShapeDtypeStruct(state.recurrent.shape, state.recurrent.dtype),
+            jax.ShapeDtypeStruct(state.conv.shape, state.conv.dtype),
+        ),
+        grid=(programs, rows),
+        num_warps=4,
+        aliases={0: 0, 1: 1},
+        T=places, J=history + 1, H=key_heads, V=heads, K=key, E=value, KB=part,
+        CB=triton.next_power_of_2(triton.cdiv(width, programs)),
+    )  # fmt: skip
+    return dataclasses.replace(state, recurrent=recurrent, conv=conv)
