@@ -1,11 +1,39 @@
 """The gated residual: what a sublayer reads of the streams, and how its output goes back."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qwen4jax.pallas.gated_residual import reference
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.registry import Kernel, Operation
 
-BOUNDARY = Operation("gated_residual.boundary", {"reference": reference.boundary})
+# above these the products are large enough for cuBLAS
+MOST_ROWS = 128
+
+
+def _refuses(streams: Any, pending: Any, norm: Any, down: Any, *_: Any, **__: Any) -> str | None:
+    batch, time, count, hidden = streams.shape
+    if streams.dtype != jnp.bfloat16 or down.dtype != jnp.bfloat16:
+        return "takes bfloat16 streams and weights"
+    if not 1 <= batch * time <= MOST_ROWS:
+        return f"takes 1 to {MOST_ROWS} rows, not {batch * time}"
+    if count not in (2, 4, 8, 16) or hidden % 64 or down.shape[0] % 16:
+        return "takes 2, 4, 8 or 16 streams, widths in multiples of 64 and ranks of 16"
+    return None
+
+
+BOUNDARY = Operation(
+    "gated_residual.boundary",
+    {
+        "reference": reference.boundary,
+        "triton": Kernel(
+            "qwen4jax.pallas.gated_residual.triton_kernels.boundary",
+            needs=("triton",),
+            refuses=_refuses,
+        ),
+    },
+)
 MIX = Operation("gated_residual.mix", {"reference": reference.mix})
 UPDATE = Operation("gated_residual.update", {"reference": reference.update})
 
