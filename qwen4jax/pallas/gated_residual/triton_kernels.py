@@ -56,7 +56,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         grid=(row_blocks, slices, outputs),
         num_stages=3,
         SLICES=slices,
-        BLOCK_K=_step(count * hidden // slices),
+        BLOCK_K=_step(count * hidden // slices, block_rows),
         **sizes,
     )
     new = flat if pending is None else new
@@ -96,13 +96,16 @@ def _slices(count: int, hidden: int) -> int:
     return count * (2 if hidden % 512 == 0 else 1)
 
 
-def _step(width: int) -> int:
-    """Inputs of a step of `down`: all four warps' together."""
-    return next(step for step in (256, 128, 64) if width % step == 0)
+def _step(width: int, block_rows: int) -> int:
+    """Inputs of a step of `down`, all four warps' together: as many as registers hold."""
+    most = 4096 // block_rows
+    return next(step for step in (256, 128, 64) if width % step == 0 and step <= most)
 
 
 def _squeezed(parts: Any, squares: Any, eps: float, sizes: Any, slices: int, width: int) -> Any:
     rows, count = sizes["ROWS"], sizes["STREAMS"]
+    # little work a program: latency counts, so there are many
+    sizes = sizes | {"BLOCK_ROWS": 8}
     return triton_call(
         parts,
         squares,
@@ -112,7 +115,7 @@ def _squeezed(parts: Any, squares: Any, eps: float, sizes: Any, slices: int, wid
             jax.ShapeDtypeStruct((1, rows, width), jnp.float32),
             jax.ShapeDtypeStruct((count, rows), jnp.float32),
         ),
-        grid=(triton.cdiv(rows, sizes["BLOCK_ROWS"]), width // _TILE),
+        grid=(triton.cdiv(rows, 8), width // _TILE),
         num_warps=1,
         SLICES=slices,
         EPS=eps,
@@ -147,7 +150,7 @@ def _down_tile(
     if PENDING:
         scale = tl.load(weights + rows * STREAMS + stream, mask=rows < ROWS, other=0.0)
     acc = tl.zeros((4, 16, BLOCK_ROWS), tl.float32)
-    square = tl.zeros((4, BLOCK_ROWS, part), tl.float32)
+    square = tl.zeros((4, BLOCK_ROWS), tl.float32)
     for k in tl.range(0, slice_width, BLOCK_K):
         columns = number * slice_width + k + inputs
         left = tl.load(
@@ -167,7 +170,8 @@ def _down_tile(
             value = stored.to(tl.float32)
             if tile == 0:
                 tl.store(new + place, stored, mask=live)
-        square += value * value
+        if tile == 0:
+            square += tl.sum(value * value, axis=2)
         gain = 1.0 + tl.load(norm + columns).to(tl.float32)
         right = (value * gain[:, None, :]).to(tl.bfloat16)
         acc = tl.dot(left, tl.permute(right, (0, 2, 1)), acc)
@@ -178,7 +182,7 @@ def _down_tile(
         mask=(rows < ROWS)[None, :] & (outputs < 16)[:, None],
     )  # fmt: skip
     if tile == 0:
-        tl.store(squares + base, tl.sum(tl.sum(square, axis=2), axis=0), mask=rows < ROWS)
+        tl.store(squares + base, tl.sum(square, axis=0), mask=rows < ROWS)
 
 
 @triton.jit
@@ -311,11 +315,11 @@ def _up(
     )
     if INJECT:
         if tl.program_id(1) == 0:
-            own = tl.arange(0, STREAMS)
+            target = tl.arange(0, STREAMS)
             logits = _low(
-                parts, squares, rows, RANK + own, ROWS, STREAMS, HIDDEN, RANK, SLICES, EPS
+                parts, squares, rows, RANK + target, ROWS, STREAMS, HIDDEN, RANK, SLICES, EPS
             )
             tl.store(
-                weights + rows[:, None] * STREAMS + own[None, :], 2.0 * tl.sigmoid(logits),
+                weights + rows[:, None] * STREAMS + target[None, :], 2.0 * tl.sigmoid(logits),
                 mask=(rows < ROWS)[:, None],
             )  # fmt: skip
