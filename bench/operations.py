@@ -76,6 +76,7 @@ def _counted(inputs: Inputs, result: Any) -> Any:
 # argument whose leading axes are tokens, and how many axes; None is all but the last
 _ROWS: dict[str, tuple[str, int | None]] = {
     "skinny_matmul": ("x", None),
+    "skinny_matmul.projections": ("x", None),
     "gated_residual.boundary": ("streams", 2),
     "gated_residual.mix": ("streams", 2),
     "gated_residual.update": ("streams", 2),

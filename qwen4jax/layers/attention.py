@@ -10,7 +10,7 @@ from qwen4jax.layers.capture import Capture
 from qwen4jax.pallas.compress_and_store import compress, prepare, store
 from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.index_topk import index_topk
-from qwen4jax.pallas.skinny_matmul import skinny_matmul
+from qwen4jax.pallas.skinny_matmul import projections, skinny_matmul
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.params import Indexer, SparseAttention
 from qwen4jax.span import Span, physical
@@ -44,14 +44,21 @@ def attention(
     """
     heads, channels = config.num_attention_heads, config.head_dim
     eps = config.rms_norm_eps
-    cache, selected = _select(params.indexer, config, x, cache, span, selected)
-    capture("indexer.selected", selected)
+    index_qk_proj = params.indexer.index_qk_proj
+    if selected is not None:
+        # with the tokens given, the query rows of the projection are not read
+        index_qk_proj = index_qk_proj[config.indexer_n_heads * config.indexer_head_dim :]
     with jax.named_scope("attention_projections"):
-        query_gate = skinny_matmul(x, params.q_proj, params.q_proj_bias)
-        query_gate = query_gate.reshape(*x.shape[:2], heads, 2, channels)
-        kv_shape = (*x.shape[:2], config.num_key_value_heads, channels)
-        key = skinny_matmul(x, params.k_proj, params.k_proj_bias).reshape(kv_shape)
-        value = skinny_matmul(x, params.v_proj, params.v_proj_bias).reshape(kv_shape)
+        query_gate, key, value, index_qk = projections(
+            x,
+            (params.q_proj, params.k_proj, params.v_proj, index_qk_proj),
+            (params.q_proj_bias, params.k_proj_bias, params.v_proj_bias, None),
+        )
+    cache, selected = _select(params.indexer, config, index_qk, cache, span, selected)
+    capture("indexer.selected", selected)
+    query_gate = query_gate.reshape(*x.shape[:2], heads, 2, channels)
+    key = key.reshape(*x.shape[:2], config.num_key_value_heads, channels)
+    value = value.reshape(key.shape)
     with jax.named_scope("compress_and_store"):
         query = prepare(query_gate[:, :, :, 0], params.q_norm, span, eps=eps)
         cache = store(cache, prepare(key, params.k_norm, span, eps=eps), value, span)
@@ -66,28 +73,23 @@ def attention(
 def _select(
     params: Indexer,
     config: Config,
-    x: Float[Array, "B T D"],
+    index_qk: Float[Array, "B T QK"],
     cache: AttentionCache,
     span: Span,
     selected: Int[Array, "B T M"] | None,
 ) -> tuple[AttentionCache, Int[Array, "B T M"]]:
-    """Stores the span's index keys; chooses tokens unless `selected` is given."""
-    heads, channels, ratio = (
-        config.indexer_n_heads,
+    """Stores the span's index keys, last in `index_qk`; chooses tokens unless they are given."""
+    channels, ratio, eps = (
         config.indexer_head_dim,
         config.indexer_compress_ratio,
+        config.rms_norm_eps,
     )
-    eps, width = config.rms_norm_eps, config.indexer_n_heads * config.indexer_head_dim
-    weight = params.index_qk_proj
-    # with the tokens given, the query rows of the projection are not read
-    with jax.named_scope("attention_projections"):
-        index_qk = skinny_matmul(x, weight if selected is None else weight[width:])
     with jax.named_scope("compress_and_store"):
         raw_key = index_qk[..., -channels:]
         cache = compress(cache, raw_key, params.k_layernorm, span, ratio=ratio, eps=eps)
         if selected is not None:
             return cache, selected
-        query = index_qk[..., :width].reshape(*x.shape[:2], heads, channels)
+        query = index_qk[..., :-channels].reshape(*index_qk.shape[:2], -1, channels)
         query = prepare(query, params.q_layernorm, span, eps=eps)
     with jax.named_scope("index_score"):
         scores = index_score(query, cache.index_key, span.page_table, span.complete)

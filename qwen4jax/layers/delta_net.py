@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
 from qwen4jax.pallas import gated_delta
-from qwen4jax.pallas.skinny_matmul import skinny_matmul
+from qwen4jax.pallas.skinny_matmul import projections, skinny_matmul
 from qwen4jax.params import GatedDeltaNet
 from qwen4jax.state import DeltaNetState
 
@@ -37,8 +37,8 @@ def delta_net(
         "eps": config.rms_norm_eps,
     }
     with jax.named_scope("delta_projections"):
-        projections = (params.in_proj_qkv, params.in_proj_z, params.in_proj_a, params.in_proj_b)
-        qkv, z, a, b = (skinny_matmul(x, w) for w in projections)
+        inputs = (params.in_proj_qkv, params.in_proj_z, params.in_proj_a, params.in_proj_b)
+        qkv, z, a, b = projections(x, inputs)
     with jax.named_scope("delta_rule"):
         if count is None:
             out, after = gated_delta.step(qkv, z, a, b, weights, state, **static)

@@ -37,6 +37,8 @@ def test_several_match_float64(case, implementation):
     inputs = case.inputs()
     results = call(projections, inputs, implementation)
     dtypes = inputs["out_dtypes"] or [inputs["x"].dtype] * len(inputs["weights"])
-    for got, w, dtype in zip(results, inputs["weights"], dtypes, strict=True):
+    biases = inputs.get("biases") or [None] * len(dtypes)
+    for got, w, bias, dtype in zip(results, inputs["weights"], biases, dtypes, strict=True):
         assert got.dtype == dtype
-        assert_matches(got, f64(inputs["x"]) @ f64(w).T)
+        added = 0 if bias is None else f64(bias)
+        assert_matches(got, f64(inputs["x"]) @ f64(w).T + added)

@@ -32,8 +32,8 @@ def _refuses_one(x: Any, w: Any, bias: Any, **_: Any) -> str | None:
     return "adds no bias" if bias is not None else _refuses(x, (w,))
 
 
-def _refuses_several(x: Any, weights: Sequence[Any], **_: Any) -> str | None:
-    return _refuses(x, weights)
+def _refuses_several(x: Any, weights: Sequence[Any], biases: Sequence[Any], **_: Any) -> str | None:
+    return "adds no bias" if any(b is not None for b in biases) else _refuses(x, weights)
 
 
 IMPLEMENTATIONS = Operation(
@@ -77,6 +77,7 @@ def skinny_matmul(
 def projections(
     x: Float[Array, "*rows I"],
     weights: Sequence[Float[Array, "_ I"]],
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
     *,
     out_dtypes: Sequence[Any] | None = None,
     implementation: str | None = None,
@@ -89,9 +90,11 @@ def projections(
     Args:
         x: rows of activations.
         weights: each [outputs, inputs].
+        biases: one for each weight, or None; by default none at all.
         out_dtypes: of the results, by default `x.dtype`.
         implementation: see `PROJECTIONS`; by default the fastest.
     """
     rows = x.size // max(x.shape[-1], 1)
+    biases = tuple(biases or (None,) * len(weights))
     out_dtypes = tuple(out_dtypes or (x.dtype,) * len(weights))
-    return PROJECTIONS.run(implementation, rows, x, tuple(weights), out_dtypes=out_dtypes)
+    return PROJECTIONS.run(implementation, rows, x, tuple(weights), biases, out_dtypes=out_dtypes)

@@ -28,6 +28,11 @@ def _several(name, rows, outputs, inputs, dtype=BF16, *, out_dtypes=None, device
     return Case("projections", name, build, device_only)
 
 
+def _biased(rng):
+    given = _several("", (2, 3), (48, 7, 4), 32, F32).build(rng)
+    return given | {"biases": (normal(rng, (48,)), None, normal(rng, (4,)))}
+
+
 def _poisoned_row(rng):
     x = rng.standard_normal((3, 16))
     x[1] = np.nan
@@ -66,6 +71,7 @@ CASES = (
     _case("bfloat16_tiles", (5,), 48, 256, BF16),
     _case("bfloat16_ragged_tiles", (17,), 83, 384, BF16),
     _case("bfloat16_wide_tiles", (3,), 6403, 128, BF16),
+    Case("projections", "biases", _biased),
     _several("two", (2, 3), (48, 7), 32),
     _several("four", (3,), (48, 7, 1, 20), 256, out_dtypes=(BF16, F32, F32, BF16)),
     _several("wide", (9,), (6400, 83, 1), 128),

@@ -1,4 +1,4 @@
-"""The dense projection in Pallas Mosaic GPU, for Hopper: wgmma, fed by TMA.
+"""Dense projections in Pallas Mosaic GPU, for Hopper: wgmma, fed by TMA.
 
 The floor is the weight's bytes over the bandwidth: 1.27 GB of lm_head take 293 us at 4.34 TB/s, the
 52 MB of a DeltaNet's q, k, v 12 us. A kernel of this language is a captured call of a CUDA graph (1
@@ -16,6 +16,7 @@ float32 sums a fusion of XLA adds in a fixed order (a cluster that adds them was
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -60,44 +61,63 @@ NARROW = Tiles()
 WIDE = Tiles(consumers=2, ctas=1)
 
 
-def refuses(x, w, bias, *, out_dtype) -> str | None:
-    """What keeps this kernel from the arguments of `skinny_matmul`, if anything."""
-    rows = x.size // x.shape[-1]
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
-        return f"multiplies bfloat16, not {x.dtype} with {w.dtype}"
-    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"rounds to bfloat16 or float32, not {jnp.dtype(out_dtype)}"
-    if bias is not None:
-        return "adds no bias"
+def refuses(x: Any, weights: Sequence[Any], dtypes: Sequence[Any]) -> str | None:
+    """What keeps this kernel from multiplying `x` with `weights`, if anything."""
+    rows = x.size // max(x.shape[-1], 1)
+    if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
+        return "takes bfloat16 rows and weights"
+    if any(jnp.dtype(t) not in (jnp.bfloat16, jnp.float32) for t in dtypes):
+        return "gives bfloat16 or float32"
     if not 1 <= rows <= MOST_ROWS:
         return f"takes 1 to {MOST_ROWS} rows, not {rows}"
-    if w.shape[0] % 8 or w.shape[1] % COLUMNS:
-        return f"takes outputs by 8 and inputs by {COLUMNS}, not {w.shape[0]} and {w.shape[1]}"
+    if x.shape[-1] % COLUMNS or any(len(w) % 8 for w in weights):
+        return f"takes inputs in multiples of {COLUMNS} and outputs of 8"
+    if any(t == jnp.float32 and len(w) % 32 for w, t in zip(weights, dtypes, strict=True)):
+        return "gives float32 outputs in multiples of 32"
     return None
 
 
 def skinny_matmul(x, w, bias, *, out_dtype):
     """See `qwen4jax.pallas.skinny_matmul`."""
-    assert bias is None
-    rows = x.size // x.shape[-1]
-    long = w.shape[0] > 65536 or (rows > 24 and w.shape[0] >= 16384)
-    tiles = WIDE if long else NARROW
-    y = multiply(x.reshape(rows, -1), w, out_dtype=jnp.dtype(out_dtype), tiles=tiles)
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    return projections(x, (w,), (bias,), out_dtypes=(out_dtype,))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
-def multiply(x: jax.Array, w: jax.Array, *, out_dtype: Any, tiles: Tiles) -> jax.Array:
-    """`x [rows, I] @ w [O, I].T` as [rows, O]."""
-    rows, steps = len(x), w.shape[1] // COLUMNS
+def projections(x, weights, biases, *, out_dtypes):
+    """See `qwen4jax.pallas.skinny_matmul`."""
+    assert not any(b is not None for b in biases)
+    rows, outputs = x.size // x.shape[-1], sum(map(len, weights))
+    tiles = WIDE if outputs > 65536 or (rows > 24 and outputs >= 16384) else NARROW
+    dtypes = tuple(jnp.dtype(t) for t in out_dtypes)
+    ys = multiply(x.reshape(rows, -1), tuple(weights), dtypes=dtypes, tiles=tiles)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+
+
+@functools.partial(jax.jit, static_argnames=("dtypes", "tiles"))
+def multiply(
+    x: jax.Array, weights: tuple[jax.Array, ...], *, dtypes: tuple[Any, ...], tiles: Tiles
+) -> tuple[jax.Array, ...]:
+    """`x [rows, I] @ w [O, I].T` for each weight, as [rows, O] of its dtype."""
+    rows, steps = len(x), x.shape[1] // COLUMNS
     tokens = -(-rows // 8) * 8
     if rows > 8 and rows != tokens:
         # TMA fills what a box has beyond the array with zeros, but not the last of several boxes
         x = jnp.pad(x, ((0, tokens - rows), (0, 0)))
-    splits = tiles.splits or _splits(-(-len(w) // (64 * tiles.consumers)), steps)
-    final = splits == 1 and out_dtype == jnp.bfloat16
-    y = _kernel(rows, len(w), steps // splits, splits, final, tiles)(x, w)
-    return y if final else y.sum(0).astype(out_dtype)
+    splits = tiles.splits
+    if not splits:
+        # TMA takes the float32 sums from shared memory in swizzled lines of 32
+        whole = any(len(w) % 32 for w in weights)
+        splits = 1 if whole else _splits(_count(weights, tiles), steps)
+    # a part of a sum, or what is rounded to float32, takes another way out of the kernel
+    final = tuple(splits == 1 and t == jnp.bfloat16 for t in dtypes)
+    outputs = tuple(map(len, weights))
+    (ys,) = _kernel(rows, outputs, steps // splits, splits, final, tiles)(x, weights)
+    given = zip(ys, final, dtypes, strict=True)
+    return tuple(y if done else y.sum(0).astype(t) for y, done, t in given)
+
+
+def _count(weights: Sequence[Any], tiles: Tiles) -> int:
+    """Tiles of all weights."""
+    return sum(-(-len(w) // (64 * tiles.consumers)) for w in weights)
 
 
 def _splits(tiles: int, steps: int) -> int:
@@ -106,18 +126,43 @@ def _splits(tiles: int, steps: int) -> int:
     return next((n for n in parts if 10 * n * tiles >= 9 * _PROCESSORS), parts[-1])
 
 
-def _kernel(rows: int, outputs: int, steps: int, splits: int, final: bool, tiles: Tiles) -> Any:
-    """Takes x and w, gives [rows, O] in bfloat16 if `final`, or float32 [splits, rows, O]."""
+def _kernel(
+    rows: int,
+    outputs: tuple[int, ...],
+    steps: int,
+    splits: int,
+    final: tuple[bool, ...],
+    tiles: Tiles,
+) -> Any:
+    """Takes x and the weights, gives for each [rows, O] if `final`, or float32 [splits, rows, O].
+
+    A CTA of lane `l` owns the tiles `l`, `l + lanes`, ... of all weights, one after the other.
+    """
     tokens = -(-rows // 8) * 8
     height = 64 * tiles.consumers
-    count = -(-outputs // height)
-    lanes = min(count, max(1, _PROCESSORS * tiles.ctas // splits))  # CTAs along the outputs
-    kept = tiles.consumers * tokens * 64 * (2 if final else 8)
+    counts = [-(-o // height) for o in outputs]
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    lanes = min(sum(counts), max(1, _PROCESSORS * tiles.ctas // splits))
+    kept = tiles.consumers * tokens * 64 * (2 * any(final) + 8 * (not all(final)))
     under_way = (_SHARED // tiles.ctas - kept) // ((height + tokens) * COLUMNS * 2)
     stages = min(tiles.stages, under_way)
 
-    def load(x, w, x_tiles, w_tiles, full, empty):
-        lane, split = lax.axis_index("lane"), lax.axis_index("split")
+    def mine():
+        """Tiles of this CTA."""
+        return (sum(counts) - lax.axis_index("lane") + lanes - 1) // lanes
+
+    def of_weight(number, run):
+        """Calls `run` for the weight of this CTA's tile `number`, with the tile's first output."""
+        tile = lax.axis_index("lane") + number * lanes
+        for i, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+            here = functools.partial(run, i, (tile - first) * height)
+            if len(counts) == 1:
+                here()
+            else:
+                pl.when((tile >= first) & (tile < first + count))(here)
+
+    def load(x, weights, x_tiles, w_tiles, full, empty):
+        split = lax.axis_index("split")
 
         def one(step, carry):
             slot = lax.rem(step, stages)
@@ -126,32 +171,32 @@ def _kernel(rows: int, outputs: int, steps: int, splits: int, final: bool, tiles
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            top = (lane + step // steps * lanes) * height
             columns = pl.ds((split * steps + lax.rem(step, steps)) * COLUMNS, COLUMNS)
-            tile = w.at[pl.ds(top, height), columns]
-            plgpu.copy_gmem_to_smem(tile, w_tiles.at[slot], full.at[slot])
+
+            def ask(i, top):
+                tile = weights[i].at[pl.ds(top, height), columns]
+                plgpu.copy_gmem_to_smem(tile, w_tiles.at[slot], full.at[slot])
+
+            of_weight(step // steps, ask)
             # fewer rows than a tile of 8 has: the rest comes as zeros
             tile = x.at[pl.ds(0, tokens), columns]
             plgpu.copy_gmem_to_smem(tile, x_tiles.at[slot], full.at[slot])
             return carry
 
-        lax.fori_loop(0, _mine() * steps, one, ())
+        lax.fori_loop(0, mine() * steps, one, ())
 
-    def multiply(role, out, x_tiles, w_tiles, upright, turned, full, empty):
-        lane, split = lax.axis_index("lane"), lax.axis_index("split")
-        mine = _mine()
-
-        def one(tile, carry):
+    def consume(role, outs, x_tiles, w_tiles, rounded, upright, turned, full, empty):
+        def one(number, carry):
             def accumulate(acc):
                 def add(k, carry):
-                    step = tile * steps + k
+                    step = number * steps + k
                     slot = lax.rem(step, stages)
                     plgpu.barrier_wait(full.at[slot])
-                    weights = w_tiles.at[slot, pl.ds(role * 64, 64)]
-                    plgpu.wgmma(acc, weights, x_tiles.at[slot].T)
+                    rows_of_weight = w_tiles.at[slot, pl.ds(role * 64, 64)]
+                    plgpu.wgmma(acc, rows_of_weight, x_tiles.at[slot].T)
                     plgpu.wgmma_wait(0)
 
-                    @pl.when(step + stages < mine * steps)
+                    @pl.when(step + stages < mine() * steps)
                     def _():
                         plgpu.barrier_arrive(empty.at[slot])
 
@@ -161,46 +206,54 @@ def _kernel(rows: int, outputs: int, steps: int, splits: int, final: bool, tiles
                 return acc[...]
 
             sums = pl.run_scoped(accumulate, plgpu.ACC((64, tokens), jnp.float32))
-            columns = pl.ds((lane + tile * lanes) * height + role * 64, 64)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if final:
-                sums = plgpu.layout_cast(sums.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-                turned.at[role].T[...] = sums
-                target = out.at[:, columns]
-            else:
+            if any(final):
+                value = plgpu.layout_cast(sums.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+                rounded.at[role].T[...] = value
+            if not all(final):
                 # wgmma's layout holds pairs of tokens, which float32 cannot store transposed
                 upright[role] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA)
                 plgpu.commit_smem()
                 turned[role] = plgpu.load(upright.at[role].T, layout=_LINES, optimized=False)
-                target = out.at[split, :, columns]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(turned.at[role, pl.ds(0, rows)], target)
+
+            def put(i, top):
+                columns = pl.ds(top + role * 64, 64)
+                if final[i]:
+                    source, target = rounded, outs[i].at[:, columns]
+                else:
+                    source, target = turned, outs[i].at[lax.axis_index("split"), :, columns]
+                plgpu.copy_smem_to_gmem(source.at[role, pl.ds(0, rows)], target)
+
+            of_weight(number, put)
             return carry
 
-        lax.fori_loop(0, mine, one, ())
+        lax.fori_loop(0, mine(), one, ())
         plgpu.wait_smem_to_gmem(0)
 
-    def _mine():
-        """Tiles of this CTA."""
-        return (count - lax.axis_index("lane") + lanes - 1) // lanes
-
-    def body(x, w, out, x_tiles, w_tiles, upright, turned, full, empty):
+    def body(x, weights, outs, x_tiles, w_tiles, rounded, upright, turned, full, empty):
         role = lax.axis_index("role")
 
         @pl.when(role == tiles.consumers)
         def _():
-            load(x, w, x_tiles, w_tiles, full, empty)
+            load(x, weights, x_tiles, w_tiles, full, empty)
 
         @pl.when(role < tiles.consumers)
         def _():
-            multiply(role, out, x_tiles, w_tiles, upright, turned, full, empty)
+            consume(role, outs, x_tiles, w_tiles, rounded, upright, turned, full, empty)
 
-    body.__name__ = f"skinny_matmul_{rows}x{outputs}x{steps * splits * COLUMNS}"
-    dtype = jnp.bfloat16 if final else jnp.float32
+    def out(o, done):
+        if done:
+            return jax.ShapeDtypeStruct((rows, o), jnp.bfloat16)
+        return jax.ShapeDtypeStruct((splits, rows, o), jnp.float32)
+
+    body.__name__ = f"skinny_matmul_{rows}x{sum(outputs)}x{steps * splits * COLUMNS}"
     upright = plgpu.SMEM((tiles.consumers, 64, tokens), jnp.float32)
+    turned = plgpu.SMEM((tiles.consumers, tokens, 64), jnp.float32)
+    rounded = plgpu.SMEM((tiles.consumers, tokens, 64), jnp.bfloat16)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, outputs) if final else (splits, rows, outputs), dtype),
+        out_type=(tuple(map(out, outputs, final)),),
         grid=(lanes, splits),
         grid_names=("lane", "split"),
         num_threads=tiles.consumers + 1,
@@ -208,8 +261,9 @@ def _kernel(rows: int, outputs: int, steps: int, splits: int, final: bool, tiles
         scratch_types=dict(
             x_tiles=plgpu.SMEM((stages, tokens, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
             w_tiles=plgpu.SMEM((stages, height, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
-            upright=None if final else upright,
-            turned=plgpu.SMEM((tiles.consumers, tokens, 64), dtype),
+            rounded=rounded if any(final) else None,
+            upright=None if all(final) else upright,
+            turned=None if all(final) else turned,
             full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=stages),
         ),

@@ -14,9 +14,9 @@ def skinny_matmul(x, w, bias, *, out_dtype):
     return y.astype(out_dtype)
 
 
-def projections(x, weights, *, out_dtypes):
+def projections(x, weights, biases, *, out_dtypes):
     """See `qwen4jax.pallas.skinny_matmul.projections`."""
     return tuple(
-        skinny_matmul(x, w, None, out_dtype=dtype)
-        for w, dtype in zip(weights, out_dtypes, strict=True)
+        skinny_matmul(x, w, bias, out_dtype=dtype)
+        for w, bias, dtype in zip(weights, biases, out_dtypes, strict=True)
     )

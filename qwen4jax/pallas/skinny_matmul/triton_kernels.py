@@ -28,11 +28,11 @@ _WIDE, _NARROW = 64, 16
 
 def skinny_matmul(x: jax.Array, w: jax.Array, bias: None, *, out_dtype: Any) -> jax.Array:
     """See `qwen4jax.pallas.skinny_matmul.skinny_matmul`."""
-    return projections(x, (w,), out_dtypes=(out_dtype,))[0]
+    return projections(x, (w,), (bias,), out_dtypes=(out_dtype,))[0]
 
 
 def projections(
-    x: jax.Array, weights: Sequence[jax.Array], *, out_dtypes: Sequence[Any]
+    x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[None], *, out_dtypes: Sequence[Any]
 ) -> tuple[jax.Array, ...]:
     """See `qwen4jax.pallas.skinny_matmul.projections`."""
     flat = x.reshape(-1, x.shape[-1])
