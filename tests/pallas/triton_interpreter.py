@@ -171,6 +171,8 @@ def _interpreted_language() -> Iterator[None]:
         both = types.FunctionType(compile("0", "", "eval"), {"tl": tl, "core": tl.core})
         scope = interpreter._patch_lang(both)
         stack.callback(scope.restore)
+        # bounds of loops: NumPy 2 makes no number of an array of one
+        scope.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
         yield
 
 
