@@ -50,10 +50,14 @@ def time_by_part(
     unknown: dict[str, float] = collections.defaultdict(float)
     for names, microseconds in events:
         found = (scopes.get(_kernel_name(name)) for name in names)
-        part = part_of(next((scope for scope in found if scope), names[-1]))
-        totals[part] += microseconds / rounds / 1e3
-        if part[0] == "other":
-            unknown[names[0]] += microseconds / rounds / 1e3
+        places = next((scope for scope in found if scope), [names[-1]])
+        for place in places:
+            # calls of one kernel do the same work, so they share its time
+            share = microseconds / len(places) / rounds / 1e3
+            part = part_of(place)
+            totals[part] += share
+            if part[0] == "other":
+                unknown[names[0]] += share
     print(
         f"{len(scopes)} scoped instructions; without a part, ms:",
         sorted(unknown.items(), key=lambda item: -item[1])[:8],
@@ -61,12 +65,13 @@ def time_by_part(
     return dict(totals), round(len(events) / rounds)
 
 
-def op_names(hlo: str) -> dict[str, str]:
-    """Kernel name of an instruction -> scope path, from optimised HLO text.
+def op_names(hlo: str) -> dict[str, list[str]]:
+    """Kernel name -> scope paths of the instructions that launch it, from optimised HLO text.
 
     A fusion carries the scope of its root; one without a scope takes that of the computation it
-    calls.
+    calls. XLA makes one kernel of all Triton calls that are alike, under the name they gave it.
     """
+    triton: dict[str, list[str]] = collections.defaultdict(list)
     names: dict[str, str] = {}
     inside: dict[str, str] = {}
     calls: dict[str, str] = {}
@@ -79,6 +84,10 @@ def op_names(hlo: str) -> dict[str, str]:
         if not found:
             continue
         scope = re.search(r'op_name="([^"]*)"', line)
+        if scope and "__gpu$xla.gpu.triton" in line:
+            given = re.search(r'\bname = "([^"]*)"', line)
+            if given:
+                triton[_kernel_name(given.group(1))].append(scope.group(1))
         if scope:
             names[found.group(1)] = scope.group(1)
             inside[computation] = scope.group(1)
@@ -88,7 +97,7 @@ def op_names(hlo: str) -> dict[str, str]:
     for name, target in calls.items():
         if name not in names and target in inside:
             names[name] = inside[target]
-    return {_kernel_name(name): scope for name, scope in names.items()}
+    return {_kernel_name(name): [scope] for name, scope in names.items()} | triton
 
 
 def _kernel_name(instruction: str) -> str:

@@ -1,14 +1,14 @@
 """Which implementation of an operation runs, and why.
 
-    with registry.using("reference"):          # every operation that has one
+    with registry.using("triton"):             # every operation that it applies to
         ...
     with registry.using({"moe.experts": "triton"}):
         ...
     print(registry.explain())
 
 The order of choice: the implementation named in the call, the one named by `using`, the fastest
-that was measured on this kind of device (`measured.py`), the reference. A named implementation
-runs or raises; the others are skipped where they do not apply. What is chosen is part of what a
+that was measured on this kind of device (`measured.py`), the reference. An implementation named for an
+operation runs or raises; the others are skipped where they do not apply. What is chosen is part of what a
 jitted function is compiled for.
 """
 
@@ -106,8 +106,10 @@ class Operation(Mapping[str, Callable[..., Any]]):
 
     def _preferred(self, rows: int, args: Any, kwargs: Any) -> Callable[..., Any]:
         for operation, name in _choice.value:
-            if operation == self.name or (not operation and name in self):
+            if operation == self.name:
                 return self._named(name, args, kwargs)
+            if not operation and name in self and not self._refusal(name, args, kwargs):
+                return self[name]
         for name in self.order(device_kind(), rows):
             if self._refusal(name, args, kwargs) is None:
                 return self[name]
@@ -146,7 +148,7 @@ def using(
     """Within it, operations run the implementation named; jitted functions compile for it anew.
 
     Args:
-        implementation: a name, for every operation that has it, or names by operation.
+        implementation: a name, for every call that it applies to, or names by operation.
         device: kind of device to choose for ("NVIDIA H200"), for programs that are compiled
             on another machine than they run on.
 
