@@ -12,6 +12,8 @@ all of them by a triangular system, then outputs and state by matrix products. T
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spec section 6.
 """
 
+import functools
+
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -46,12 +48,14 @@ class Factors(struct.PyTreeNode):
 
 
 _TRITON = "qwen4jax.pallas.gated_delta.triton_kernels."
+_STEP_KERNEL = functools.partial(Kernel, needs=("triton",), refuses=limits.step)
 STEP = Operation(
     "gated_delta.step",
     {
         "reference": reference.step,
-        "triton": Kernel(_TRITON + "step", needs=("triton",), refuses=limits.step),
-        "triton_split": Kernel(_TRITON + "step_split", needs=("triton",), refuses=limits.step),
+        "triton": _STEP_KERNEL(_TRITON + "step"),
+        "triton_16_warps": _STEP_KERNEL(_TRITON + "step_16_warps"),
+        "triton_split": _STEP_KERNEL(_TRITON + "step_split"),
     },
 )
 COMMIT = Operation(

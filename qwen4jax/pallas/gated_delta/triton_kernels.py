@@ -42,35 +42,25 @@ def _log1p(x):
 
 @triton.jit
 def _inputs(qkv, conv, row, place, channel, T: tl.constexpr, C: tl.constexpr, J: tl.constexpr):
-    """Convolution inputs [places, channels]; place 0 is the oldest of the history, 0 past T."""
-    old = tl.load(
-        conv + (row * (J - 1) + place)[:, None] * C + channel[None, :],
-        mask=(place < J - 1)[:, None],
-        other=0.0,
-    )
+    """Convolution inputs; place 0 is the oldest of the history, what is past the tokens is 0."""
+    old = tl.load(conv + (row * (J - 1) + place) * C + channel, mask=place < J - 1, other=0)
     token = place - (J - 1)
-    new = tl.load(
-        qkv + (row * T + token)[:, None] * C + channel[None, :],
-        mask=((token >= 0) & (token < T))[:, None],
-        other=0.0,
-    )
-    return tl.where((token >= 0)[:, None], new, old.to(new.dtype))
+    here = (token >= 0) & (token < T)
+    new = tl.load(qkv + (row * T + token) * C + channel, mask=here, other=0)
+    return tl.where(here, new, old)
 
 
 @triton.jit
-def _convolved(
-    qkv, conv, taps, row, channel,
-    T: tl.constexpr, TP: tl.constexpr, C: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """SiLU of the causal convolution [TP, channels], rounded as the reference rounds it."""
-    t = tl.arange(0, TP)
-    mixed = tl.zeros((TP, channel.shape[0]), tl.float32)
-    for j in tl.static_range(J):
+def _convolved(qkv, conv, taps, row, t, channel, T: tl.constexpr, C: tl.constexpr, J: tl.constexpr):
+    """SiLU of the causal convolution, rounded as the reference rounds it; 0 past the tokens."""
+    mixed = tl.load(taps + channel * J).to(tl.float32)
+    mixed *= _inputs(qkv, conv, row, t, channel, T, C, J).to(tl.float32)
+    for j in tl.static_range(1, J):
         x = _inputs(qkv, conv, row, t + j, channel, T, C, J)
-        mixed += x.to(tl.float32) * tl.load(taps + channel * J + j).to(tl.float32)[None, :]
+        mixed += x.to(tl.float32) * tl.load(taps + channel * J + j).to(tl.float32)
     mixed = mixed * tl.sigmoid(mixed)
     mixed = mixed.to(qkv.dtype.element_ty).to(tl.float32)
-    return tl.where((t < T)[:, None], mixed, 0.0)
+    return tl.where(t < T, mixed, 0.0)
 
 
 @triton.jit
@@ -78,15 +68,10 @@ def _keep_window(
     qkv, conv, window, row, channel,
     T: tl.constexpr, C: tl.constexpr, J: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    place = tl.arange(0, LP)
-    x = _inputs(qkv, conv, row, place, channel, T, C, J)
-    where = window + (row * (T + J - 1) + place)[:, None] * C + channel[None, :]
-    tl.store(where, x.to(window.dtype.element_ty), mask=(place < T + J - 1)[:, None])
-
-
-@triton.jit
-def _unit(x):
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + _UNIT_EPS)[:, None]
+    place = tl.arange(0, LP)[:, None]
+    x = _inputs(qkv, conv, row, place, channel[None, :], T, C, J)
+    where = window + (row * (T + J - 1) + place) * C + channel[None, :]
+    tl.store(where, x, mask=place < T + J - 1)
 
 
 @triton.jit
@@ -97,6 +82,43 @@ def _gated(out, z, norm, eps, E: tl.constexpr, SIGMOID: tl.constexpr):
     if not SIGMOID:
         gate = gate * z
     return out * scale[:, None] * norm[None, :] * gate
+
+
+@triton.jit
+def _product(x, y):
+    """Product of two tiny matrices."""
+    return tl.sum(x[:, :, None] * y[None, :, :], axis=1)
+
+
+@triton.jit
+def _inverse(system, TP: tl.constexpr):
+    """`(I + system)^-1` of a strictly lower matrix, whose power `TP` is zero.
+
+    `I - A + A^2 - ... = (I - A)(I + A^2)(I + A^4)`: exact but for rounding, and few steps that
+    depend on each other.
+    """
+    t = tl.arange(0, TP)
+    one = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    inverse = one - system
+    if TP > 2:
+        system = _product(system, system)
+        inverse = _product(inverse, one + system)
+    if TP > 4:
+        system = _product(system, system)
+        inverse = _product(inverse, one + system)
+    return inverse
+
+
+@triton.jit
+def _stacked(x, R: tl.constexpr, N: tl.constexpr):
+    """The upper and the lower half of the rows of [2R, N]."""
+    return x.reshape(2, R, N).permute(1, 2, 0).split()
+
+
+@triton.jit
+def _mixed(matrix, x):
+    """`matrix x` of [TP, TP] and [TP, EB], the sum within a thread."""
+    return tl.sum(tl.trans(matrix)[:, :, None] * x[:, None, :], axis=0)
 
 
 @triton.jit
@@ -118,30 +140,36 @@ def step_kernel(
     head = tl.program_id(0) // blocks
     part = tl.program_id(0) % blocks
     row = tl.program_id(1)
+    zero = tl.program_id(2)
     kk = tl.arange(0, K)
-    ee = part * EB + tl.arange(0, EB)
-    start = (row * V + head).to(tl.int64) * (K * E) + tl.program_id(2)
+    ee = part * EB + tl.arange(0, EB) + zero
+    start = (row * V + head).to(tl.int64) * (K * E)
     s = tl.load(state + start + kk[:, None] * E + ee[None, :])
 
+    # queries and keys as one: half as many instructions that wait for each other
     t = tl.arange(0, TP)
-    live = t < T
     key_head = head // (V // H)
-    q_channel = key_head * K + kk
+    q_channel = key_head * K + kk + zero
+    two = tl.arange(0, 2)[:, None, None]
+    x_channel = two * (H * K) + q_channel[None, None, :]
     v_channel = 2 * H * K + head * E + ee
+    x = _convolved(qkv, conv, taps, row, t[None, :, None], x_channel, T, C, J)
+    v = _convolved(qkv, conv, taps, row, t[:, None], v_channel[None, :], T, C, J)
+    live = t < T
     gate = (row * T + t) * V + head
     g = tl.load(a + gate, mask=live, other=0.0).to(tl.float32)
     g += tl.load(dt_bias + head).to(tl.float32)
     g = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
     g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
     beta = tl.sigmoid(tl.load(b + gate, mask=live, other=0.0).to(tl.float32))
-    q = _unit(_convolved(qkv, conv, taps, row, q_channel, T, TP, C, J)) * (K**-0.5)
-    k = _unit(_convolved(qkv, conv, taps, row, H * K + q_channel, T, TP, C, J))
-    v = _convolved(qkv, conv, taps, row, v_channel, T, TP, C, J)
+    x *= tl.rsqrt(tl.sum(x * x, axis=2) + _UNIT_EPS)[:, :, None] * tl.where(two == 0, K**-0.5, 1.0)
+    _, k = x.permute(1, 2, 0).split()
+    x = x.reshape(2 * TP, K)
 
     if part == 0:
         tl.store(decay + gate, g, mask=live)
         if head % (V // H) == 0:
-            where = key + ((row * T + t) * H + key_head)[:, None] * K + kk[None, :]
+            where = key + ((row * T + t) * H + key_head)[:, None] * K + (kk + zero)[None, :]
             tl.store(where, k, mask=live[:, None])
             _keep_window(qkv, conv, window, row, q_channel, T, C, J, LP)
             _keep_window(qkv, conv, window, row, H * K + q_channel, T, C, J, LP)
@@ -153,20 +181,16 @@ def step_kernel(
     since = tl.exp(tl.sum(tl.where(j <= i, g[None, :], 0.0), axis=1))
     inside = (t[None, None, :] > j[:, :, None]) & (t[None, None, :] <= i[:, :, None])
     weight = tl.exp(tl.sum(tl.where(inside, g[None, None, :], 0.0), axis=2))
-    system = beta[:, None] * weight * tl.sum(k[:, None, :] * k[None, :, :], axis=2)
-    mixing = weight * tl.sum(q[:, None, :] * k[None, :, :], axis=2)
+    pairs = tl.sum(tl.trans(x)[:, :, None] * tl.trans(k)[:, None, :], axis=0)
+    from_q, from_k = _stacked(pairs, TP, TP)
+    solve = _inverse(tl.where(i > j, beta[:, None] * weight * from_k, 0.0), TP)
+    mixing = _product(tl.where(i >= j, weight * from_q, 0.0), solve)
 
-    from_keys = tl.sum(s[None, :, :] * k[:, :, None], axis=1)
-    from_queries = tl.sum(s[None, :, :] * q[:, :, None], axis=1)
-    d = beta[:, None] * (v - since[:, None] * from_keys)
-    o = since[:, None] * from_queries
-    # forward substitution by columns; a token changes none before it, whatever it holds
-    for n in tl.static_range(T):
-        found = tl.sum(tl.where(i == n, d, 0.0), axis=0)[None, :]
-        below = tl.sum(tl.where(j == n, system, 0.0), axis=1)[:, None]
-        mixed = tl.sum(tl.where(j == n, mixing, 0.0), axis=1)[:, None]
-        d = tl.where(i > n, d - below * found, d)
-        o = tl.where(i >= n, o + mixed * found, o)
+    # all that waits for the state
+    read_q, read_k = _stacked(tl.sum(s[None, :, :] * x[:, :, None], axis=1), TP, EB)
+    r = beta[:, None] * (v - since[:, None] * read_k)
+    d = _mixed(solve, r)
+    o = since[:, None] * read_q + _mixed(mixing, r)
 
     place = ((row * T + t) * V + head)[:, None] * E + ee[None, :]
     tl.store(delta + place, d, mask=live[:, None])
@@ -205,13 +229,14 @@ def commit_kernel(
     """
     C: tl.constexpr = 2 * H * K + V * E
     row = tl.program_id(1)
+    head = tl.program_id(0) // (K // KB)
+    kk = tl.program_id(0) % (K // KB) * KB + tl.arange(0, KB)
+    ee = tl.arange(0, E)
+    place = (row * V + head).to(tl.int64) * (K * E) + kk[:, None] * E + ee[None, :]
+    # before it is known whether it is needed: one wait for memory less
+    s = tl.load(state_in + place)
     n = tl.load(count + row)
     if n > 0:
-        head = tl.program_id(0) // (K // KB)
-        kk = tl.program_id(0) % (K // KB) * KB + tl.arange(0, KB)
-        ee = tl.arange(0, E)
-        place = (row * V + head).to(tl.int64) * (K * E) + kk[:, None] * E + ee[None, :]
-        s = tl.load(state_in + place)
         added = tl.zeros((KB, E), tl.float32)
         # decay from each token to the end, summed backwards so that no difference is formed
         after = 0.0
@@ -233,21 +258,35 @@ def commit_kernel(
             tl.store(conv + (row * (J - 1) + j) * C + channel, x, mask=channel < C)
 
 
-# programs per head of a commit: 192 for one row fill the chip once
+# key channels of a commit's program: of one row 192 programs, which fill the chip once
 _COMMIT_ROWS = 32
+# most tokens -> (programs per head, warps) of a step. A thread holds the columns of the state and,
+# for a while, what they are multiplied with; these are what compiles without spills
+_STEP_TILES = {1: (1, 4), 2: (1, 8), 4: (1, 8), 8: (4, 8)}
 
 
-def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps, split=1, num_warps=8):
-    """See `qwen4jax.pallas.gated_delta.step`.
+def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
+    """See `qwen4jax.pallas.gated_delta.step`."""
+    tile = next(tile for most, tile in _STEP_TILES.items() if qkv.shape[1] <= most)
+    return _step(qkv, z, a, b, weights, state, key_heads, activation, eps, tile)
 
-    Args:
-        qkv: and the others as there.
-        split: programs per head. Above 1 the output norm is a kernel of its own.
-        num_warps: of a program.
-    """
+
+def step_16_warps(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
+    """`step` with more threads to a program, which then holds fewer registers."""
+    split = 1 if qkv.shape[1] <= 4 else 2
+    return _step(qkv, z, a, b, weights, state, key_heads, activation, eps, (split, 16))
+
+
+def step_split(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
+    """`step` with four programs to a head, for one or two rows; its norm is a second kernel."""
+    return _step(qkv, z, a, b, weights, state, key_heads, activation, eps, (4, 8))
+
+
+def _step(qkv, z, a, b, weights, state, key_heads, activation, eps, tile):
     rows, places, width = qkv.shape
     _, heads, key, value = state.recurrent.shape
     taps = weights.conv1d.shape[1]
+    split, num_warps = min(tile[0], value), tile[1]
     shape = jax.ShapeDtypeStruct
     sigmoid = activation == "sigmoid"
     out, *factors = triton_call(
@@ -271,12 +310,6 @@ def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps, split=1, n
     if split > 1:
         out = _norm(out, z, weights.norm, heads, eps, sigmoid, qkv.dtype)
     return out, *factors
-
-
-def step_split(*args, **kwargs):
-    """`step` with four programs per head: for one or two rows."""
-    state = args[5]
-    return step(*args, **kwargs, split=min(4, state.recurrent.shape[3]), num_warps=2)
 
 
 def _norm(raw, z, norm, heads, eps, sigmoid, dtype):
