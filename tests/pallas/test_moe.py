@@ -1,8 +1,10 @@
 """Routing and routed experts against NumPy float64."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from qwen4jax import quant
 from qwen4jax.pallas.moe import EXPERTS, ROUTE, experts, route
@@ -71,3 +73,29 @@ def test_hidden_values_are_rounded_to_the_activations_dtype():
             h = oracle.silu(x[t] @ gate_up[e, 0].T) * (x[t] @ gate_up[e, 1].T)
             want[t] += share * h.astype(ml_dtypes.bfloat16).astype(float) @ down[e].T
     np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-4)
+
+
+def test_nvfp4_products_are_exact_in_the_kernel():
+    """All 16 codes with all 256 scales, NaN among them, against float64: no bit differs."""
+    pytest.importorskip("triton")
+    from qwen4jax.pallas.moe.triton_experts import down_kernel
+    from tests.pallas.triton_interpreter import interpret
+
+    tokens, rows, columns = 8, 64, 128
+    codes = np.tile(np.arange(16, dtype=np.uint8), 8)
+    packed = np.tile(codes[::2] | codes[1::2] << 4, (1, rows, 1))
+    scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
+    down = quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
+    want = values(down)[0]
+    for code in range(16):
+        # token n reads this code of scale group n
+        hidden = np.zeros((tokens, columns), ml_dtypes.bfloat16)
+        hidden[np.arange(tokens), 16 * np.arange(tokens) + code] = 1.0
+        (got,) = interpret(
+            down_kernel,
+            (1, tokens),
+            [hidden, np.zeros((tokens, 1), np.int32), packed, scales, down.weight_scale_2],
+            [jax.ShapeDtypeStruct((tokens, rows), jnp.float32)],
+            dict(T=tokens, K=1, TP=8, KP=1, D=rows, F=columns, W=4, AHEAD=1),
+        )
+        np.testing.assert_array_equal(f64(got), hidden.astype(float) @ want.T)

@@ -9,7 +9,7 @@ being compiled in the same process, and wants torch tensors. Here the language i
 time of one kernel. Casts go through `ml_dtypes`: those of the interpreter lose the carry of a
 rounding. What a kernel leaves unwritten is NaN, or a number that no result has.
 
-Not interpreted: inline assembly, `libdevice`.
+Inline assembly is executed by `ptx.py`. Not interpreted: `libdevice`.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from qwen4jax.pallas import registry, triton_call
+from tests.pallas import ptx
 
 _NUMPY = {
     tl.bfloat16: ml_dtypes.bfloat16,
@@ -168,6 +169,8 @@ def _interpreted_language() -> Iterator[None]:
                     stack.enter_context(_replaced(module, name, helper))
         stack.enter_context(_replaced(interpreter, "_convert_float", _convert))
         stack.enter_context(_replaced(interpreter.InterpreterBuilder, "create_dot", _dot))
+        assembly = ("create_inline_asm", _inline_asm)
+        stack.enter_context(_replaced(interpreter.InterpreterBuilder, *assembly))
         both = types.FunctionType(compile("0", "", "eval"), {"tl": tl, "core": tl.core})
         scope = interpreter._patch_lang(both)
         stack.callback(scope.restore)
@@ -199,6 +202,16 @@ def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(_NUMPY[target])
     return cast.view(f"uint{8 * cast.dtype.itemsize}").reshape(data.shape)
+
+
+def _inline_asm(
+    self: Any, text: Any, constraints: Any, values: Any, types_: Any, _: Any, pack: Any
+):
+    """The results of a block of PTX, as elements' bits."""
+    bits = [np.dtype(f"uint{t.scalar.primitive_bitwidth}") for t in types_]
+    out = ptx.elementwise(text, [v.data for v in values], bits, pack)
+    handles = [interpreter.TensorHandle(x, t.scalar) for x, t in zip(out, types_, strict=True)]
+    return types.SimpleNamespace(get_result=handles.__getitem__)
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any):

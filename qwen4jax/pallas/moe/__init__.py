@@ -4,11 +4,21 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas.moe import reference
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.moe import limits, reference
+from qwen4jax.pallas.registry import Kernel, Operation
 
 ROUTE = Operation("moe.route", {"reference": reference.route})
-EXPERTS = Operation("moe.experts", {"reference": reference.experts})
+EXPERTS = Operation(
+    "moe.experts",
+    {
+        "reference": reference.experts,
+        "triton": Kernel(
+            "qwen4jax.pallas.moe.triton_kernels.experts",
+            needs=("triton",),
+            refuses=limits.refuses_experts,
+        ),
+    },
+)
 
 
 def route(

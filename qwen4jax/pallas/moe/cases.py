@@ -89,6 +89,12 @@ CASES = (
     _experts("bfloat16_many", 9, 4, 2, 32, 16, BF16),
     _experts("nvfp4_few", 2, 8, 3, 32, 16, form="nvfp4"),
     _experts("nvfp4_many_bfloat16", 9, 4, 2, 32, 16, BF16, form="nvfp4"),
+    # widths of whole chunks: rows split over two warps, more steps than are loaded ahead, an
+    # expert with more tokens than a tile has columns, tokens ranked within their experts
+    _experts("nvfp4_two_warps", 2, 4, 2, 256, 128, BF16, form="nvfp4"),
+    _experts("nvfp4_three_steps", 1, 3, 2, 384, 128, BF16, form="nvfp4"),
+    _experts("nvfp4_skewed", 11, 3, 1, 128, 128, BF16, form="nvfp4", pick=[[2]] * 11),
+    _experts("nvfp4_ranked", 10, 3, 2, 128, 128, BF16, form="nvfp4"),
     _experts("fp8_few_edge_blocks", 1, 4, 2, 144, 136, form="fp8"),
     _experts("fp8_many", 9, 4, 2, 32, 16, form="fp8"),
     _route("released_4", 4, 512, 10, BF16, device_only=True),

@@ -1,0 +1,84 @@
+"""Executes the inline assembly of Triton kernels on arrays: the instructions that they use.
+
+`elementwise` takes what `tl.inline_asm_elementwise` takes. Registers hold 32 bits, which is
+`pack` elements of an operand that is narrower, or more registers for one that is wider.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import ml_dtypes
+import numpy as np
+
+
+def elementwise(
+    text: str, operands: Sequence[np.ndarray], results: Sequence[np.dtype], pack: int
+) -> list[np.ndarray]:
+    """The results of a block of instructions, of the operands' shape.
+
+    Args:
+        text: PTX with `$0`, `$1`, ... for the registers of the results and then of the operands.
+        operands: arrays of one shape; the last axis is a multiple of `pack`.
+        results: dtype of each.
+        pack: elements of each operand that one execution of the block takes.
+    """
+    shape = operands[0].shape
+    widths = [max(1, pack * dtype.itemsize // 4) for dtype in results]
+    registers: dict[str, np.ndarray] = {}
+    for operand in operands:
+        words = _words(operand.reshape(-1, pack))
+        for column in range(words.shape[1]):
+            registers[f"${sum(widths) + len(registers)}"] = words[:, column]
+    for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
+        if line.strip():
+            name, *arguments = (part.strip() for part in re.split(r"[ ,]+", line.strip()))
+            target, *sources = arguments
+            values = [registers[s] if s in registers else np.uint32(int(s, 0)) for s in sources]
+            registers[target] = _INSTRUCTIONS[name](*values)
+    out, at = [], 0
+    for width, dtype in zip(widths, results, strict=True):
+        words = np.stack([registers[f"${at + i}"] for i in range(width)], axis=1)
+        at += width
+        out.append(np.ascontiguousarray(words).view(dtype).reshape(shape))
+    return out
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    """Rows of elements as 32-bit words."""
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Any function of three bits: bit 4 a + 2 b + c of the table."""
+    out = np.zeros_like(a | b | c)
+    for place in range(8):
+        if int(table) >> place & 1:
+            x, y, z = (v if place >> i & 1 else ~v for v, i in ((a, 2), (b, 1), (c, 0)))
+            out |= x & y & z
+    return out
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Products of two bfloat16 halves, rounded once."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = (_halves(a) * _halves(b)).astype(ml_dtypes.bfloat16)
+    return np.ascontiguousarray(product).view(np.uint32)[:, 0]
+
+
+def _halves(words: np.ndarray) -> np.ndarray:
+    """Values of pairs of bfloat16, float64, from the bits: XLA's threads flush subnormals."""
+    bits = np.ascontiguousarray(words)[:, None].view(np.uint16).astype(np.int32)
+    exponent, fraction = bits >> 7 & 0xFF, bits & 0x7F
+    fraction = np.where(exponent > 0, fraction + 128, fraction)
+    value = np.ldexp(fraction.astype(np.float64), np.maximum(exponent, 1) - 134)
+    value = np.where(exponent == 255, np.where(fraction > 128, np.nan, np.inf), value)
+    return np.where(bits >> 15, -value, value)
+
+
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "shl.b32": np.left_shift,
+    "shr.u32": np.right_shift,
+    "and.b32": np.bitwise_and,
+    "lop3.b32": _lop3,
+    "mul.rn.bf16x2": _product,
+}
