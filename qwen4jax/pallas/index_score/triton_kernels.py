@@ -34,10 +34,10 @@ def index_score(query, index_key, page_table, complete, *, group=None):
     together = min(triton.next_power_of_2(places), max(1, _COLUMNS // padded))
     # a product has 8 columns or more
     together = max(together, 8 // padded)
-    tiles = triton.cdiv(width, _TILE)
-    parts = triton.cdiv(places, together)
+    tiles = -(-width // _TILE)
+    parts = -(-places // together)
     loop = _LOOP if tiles * parts * rows > _MANY else 1
-    groups = 1 if group is None else triton.cdiv(width, group)
+    groups = 1 if group is None else -(-width // group)
     scores, best = triton_call(
         query,
         index_key,
@@ -49,7 +49,7 @@ def index_score(query, index_key, page_table, complete, *, group=None):
             jax.ShapeDtypeStruct((rows, places, width), jnp.float32),
             jax.ShapeDtypeStruct((rows, places, groups), jnp.float32),
         ),
-        grid=(triton.cdiv(tiles, loop), parts, rows),
+        grid=(-(-tiles // loop), parts, rows),
         num_warps=4,
         num_stages=_STAGES,
         PLACES=places,

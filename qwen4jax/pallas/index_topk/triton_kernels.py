@@ -34,14 +34,14 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
     """See `qwen4jax.pallas.index_topk`."""
     rows, places, width = scores.shape
     room = max(16, triton.next_power_of_2(blocks))
-    groups = min(GROUPS, max(16, triton.next_power_of_2(triton.cdiv(width, SHORT))))
+    groups = min(GROUPS, max(16, triton.next_power_of_2(-(-width // SHORT))))
     long = width > groups * SHORT
-    given = best is not None and long
+    # a pointer parameter that is not used needs some array
+    given = best if best is not None and long else scores
     out, _ = triton_call(
         scores,
         index,
-        # never read unless given: a pointer parameter needs some array
-        best if given else scores,
+        given,
         kernel=_index_topk,
         name=f"index_topk_{rows}x{places}x{width}",
         out=(
@@ -59,7 +59,7 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
         ROOM=room,
         SHORT=SHORT,
         LONG=LONG if long else 0,
-        GIVEN=given,
+        GIVEN=given is best,
     )
     return out
 
@@ -180,11 +180,7 @@ def _threshold(key, low, high, count, LEAST: tl.constexpr, MOST: tl.constexpr):
     `LEAST` to `MOST` keys reach it, or, where ties allow no such count, `LEAST` reach it and fewer
     lie above.
 
-    Args:
-        key: up to 2**14 of them.
-        low: a key that `count` keys reach, at least `LEAST`.
-        high: above all keys.
-        count: see `low`.
+    There are up to 2**14 keys, of which `count`, at least `LEAST`, reach `low`, and none `high`.
     """
     while (count > MOST) & (high - low > 1):
         span = high - low

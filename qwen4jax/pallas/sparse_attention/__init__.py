@@ -2,10 +2,20 @@
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas.registry import Operation
-from qwen4jax.pallas.sparse_attention import reference
+from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.sparse_attention import limits, reference
 
-IMPLEMENTATIONS = Operation("sparse_attention", {"reference": reference.sparse_attention})
+IMPLEMENTATIONS = Operation(
+    "sparse_attention",
+    {
+        "reference": reference.sparse_attention,
+        "triton": Kernel(
+            "qwen4jax.pallas.sparse_attention.triton_kernels.sparse_attention",
+            needs=("triton",),
+            refuses=limits.refuses,
+        ),
+    },
+)
 
 
 def sparse_attention(
@@ -14,6 +24,7 @@ def sparse_attention(
     key: Float[Array, "P S K C"],
     value: Float[Array, "P S K C"],
     slots: Int[Array, "B T M"],
+    page_table: Int[Array, "B N"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T HC"]:
@@ -26,10 +37,12 @@ def sparse_attention(
         value: likewise.
         slots: places `page * S + place` of the selected tokens, negative where there is none.
             A query that selects nothing gets zeros.
+        page_table: pages of each row in order, -1 where none is assigned; then `slots` are the
+            tokens' numbers in their row, and tokens on no page count as not selected.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
 
     Returns:
         Heads side by side in `query.dtype`; scores, softmax and sums in float32, scale `1/sqrt(C)`.
     """
     rows = query.shape[0] * query.shape[1]
-    return IMPLEMENTATIONS.run(implementation, rows, query, gate, key, value, slots)
+    return IMPLEMENTATIONS.run(implementation, rows, query, gate, key, value, slots, page_table)

@@ -6,7 +6,18 @@ import numpy as np
 from qwen4jax.pallas.cases import BF16, E4M3, F32, Case, integers, normal
 
 
-def _case(name, shape, selected, dtype=F32, *, cache=None, gap=0.0, scale=1.0, device_only=False):
+def _case(
+    name,
+    shape,
+    selected,
+    dtype=F32,
+    *,
+    cache=None,
+    gap=0.0,
+    scale=1.0,
+    paged=False,
+    device_only=False,
+):
     """Each query reads its own random places of a pool that is NaN everywhere else.
 
     Args:
@@ -17,6 +28,7 @@ def _case(name, shape, selected, dtype=F32, *, cache=None, gap=0.0, scale=1.0, d
         cache: dtype of keys and values, by default `dtype`.
         gap: share of the taken places that are empty.
         scale: of the queries.
+        paged: give tokens' numbers in their row and a page table, whose last page is missing.
         device_only: see `Case`.
     """
     rows, places, heads, kv_heads, channels, pages, size = shape
@@ -24,12 +36,19 @@ def _case(name, shape, selected, dtype=F32, *, cache=None, gap=0.0, scale=1.0, d
 
     def build(rng):
         slots = np.full((rows, places, width), -1)
+        table = rng.permutation(pages)[: pages // rows * rows].reshape(rows, -1)
+        within = table.shape[1] * size if paged else pages * size
         for query in slots.reshape(-1, width):
-            chosen = rng.choice(pages * size, min(most, width), replace=False)
+            chosen = rng.choice(within, min(most, width), replace=False)
             chosen[rng.random(len(chosen)) < gap] = -1
             query[: len(chosen)] = chosen
+        place = slots
+        if paged:
+            table[:, -1] = -1
+            page = table[np.arange(rows)[:, None, None], slots // size]
+            place = np.where((slots >= 0) & (page >= 0), page * size + slots % size, -1)
         read = np.zeros(pages * size, bool)
-        read[slots[slots >= 0]] = True
+        read[place[place >= 0]] = True
         read = jnp.asarray(read.reshape(pages, size))[..., None, None]
         pool = (pages, size, kv_heads, channels)
         kind = cache or dtype
@@ -39,6 +58,7 @@ def _case(name, shape, selected, dtype=F32, *, cache=None, gap=0.0, scale=1.0, d
             key=jnp.where(read, normal(rng, pool), jnp.nan).astype(kind),
             value=jnp.where(read, normal(rng, pool), jnp.nan).astype(kind),
             slots=integers(slots),
+            **(dict(page_table=integers(table)) if paged else {}),
         )
 
     return Case("sparse_attention", name, build, device_only)
@@ -60,6 +80,30 @@ CASES = (
     _case("bfloat16", (2, 3, 4, 2, 16, 4, 8), (19, 14), BF16, gap=0.2),
     _case("e4m3_cache", (2, 3, 4, 2, 16, 4, 8), (19, 14), BF16, cache=E4M3, gap=0.2),
     _case("e4m3_cache_float32", (1, 3, 4, 2, 16, 2, 8), (11, 11), cache=E4M3),
+    _case("paged", (2, 3, 4, 2, 16, 8, 8), (19, 14), gap=0.2, paged=True),
+    _case("paged_many_queries", (2, 40, 4, 2, 8, 8, 8), (19, 14), gap=0.2, paged=True),
+    _case("paged_e4m3", (2, 3, 4, 2, 16, 8, 8), (19, 14), BF16, cache=E4M3, paged=True),
+    # as many tiles as splits, and some more; lengths around the widest window that is all selected
+    _case("selected_2051", (1, 1, 6, 1, 16, 40, 64), (2051, 2051), BF16),
+    _case("selected_2047_of_2054", (1, 4, 4, 2, 16, 40, 64), (2054, 2047), BF16, paged=True),
+    _case("selected_2048_by_12", (3, 4, 2, 1, 16, 80, 64), (2051, 2048), BF16),
+    *(
+        _case(
+            f"released_{name}",
+            (1, places, heads, kv_heads, 256, 1024, 64),
+            (2051, 2051),
+            BF16,
+            cache=kind,
+            paged=True,
+            device_only=True,
+        )
+        for name, places, heads, kv_heads, kind in (
+            ("paged_1_query", 1, 24, 2, BF16),
+            ("paged_4_queries", 4, 24, 2, BF16),
+            ("paged_4_queries_e4m3", 4, 24, 2, E4M3),
+            ("rank_of_4", 4, 6, 1, BF16),
+        )
+    ),
     *(
         _case(
             f"released_{rows}_rows{'_e4m3' if kind is E4M3 else ''}",

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from qwen4jax.numerics import EXACT
+from qwen4jax.span import physical
 
 # queries whose keys and values are gathered at a time; more would hold gigabytes in a long chunk
 _TILE = 128
 
 
-def sparse_attention(query, gate, key, value, slots):
+def sparse_attention(query, gate, key, value, slots, page_table=None):
     """See `qwen4jax.pallas.sparse_attention`."""
+    if page_table is not None:
+        slots = physical(page_table, slots, key.shape[1])
     rows, places, heads, channels = query.shape
     flat_key = key.reshape(-1, *key.shape[2:])
     flat_value = value.reshape(-1, *value.shape[2:])

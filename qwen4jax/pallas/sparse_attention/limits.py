@@ -1,0 +1,20 @@
+"""What the kernels take, known without their language."""
+
+import jax.numpy as jnp
+
+_KEPT = (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn)
+
+
+def refuses(query, gate, key, value, slots, page_table=None):
+    """What keeps the Triton kernel from these arguments, if anything."""
+    if query.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"is for bfloat16 and float32 queries, these are {query.dtype}"
+    if key.dtype not in _KEPT or value.dtype != key.dtype:
+        return f"is not for keys of {key.dtype} and values of {value.dtype}"
+    if key.dtype == jnp.float32 and query.dtype != jnp.float32:
+        return "is not for a float32 cache under narrower queries"
+    if query.shape[2] // key.shape[2] > 32:
+        return f"is for up to 32 query heads of a kv head, not {query.shape[2] // key.shape[2]}"
+    if query.shape[3] > 256:
+        return f"is for up to 256 channels, not {query.shape[3]}"
+    return None

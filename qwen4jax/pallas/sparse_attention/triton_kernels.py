@@ -1,0 +1,245 @@
+"""Attention to selected tokens on a GPU: split along the selection, merged in a fixed order.
+
+Bytes: 1 kB of keys and values for each token and kv head of 256 channels in bfloat16. The 2,051
+tokens of a query with 2 kv heads are 4.2 MB, 1 us at 4.3 TB/s, those of 4 queries 16.8 MB, 3.9 us;
+half of it in e4m3. A selection is split until the GPU is full and all that is read is under way at
+once: slot numbers, then keys and values together. The entries beyond the last full tile (an open
+block has 3) are a split of their own, for which no other waits. With many queries there is one
+split each, which needs no second kernel.
+
+A token's key of one head is one run of memory and blocks of 4 tokens are contiguous; the heads of a
+token are read by neighbouring programs, close in time. Products take bfloat16, with the weights of
+the sum over values in two bfloat16 parts, so that it is a float32 sum to 2**-17.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.triton_call import triton_call
+from qwen4jax.span import physical
+
+# (query, kv head) pairs up to which a selection is split so often, in tiles of so many tokens
+SPLITS = ((2, 64, 32), (8, 32, 64), (16, 16, 32), (32, 8, 32), (64, 4, 32), (128, 2, 32))
+# one split, in tiles of so many tokens
+_TILE, _WARPS = 32, 4
+# of the loop over tiles: slot numbers are two ahead, keys and values one
+_STAGES = 5
+# channels of a merging program
+_SLICE = 64
+
+
+def sparse_attention(query, gate, key, value, slots, page_table=None):
+    """See `qwen4jax.pallas.sparse_attention`."""
+    rows, places, heads, channels = query.shape
+    kv_heads, width = key.shape[2], slots.shape[-1]
+    pairs = rows * places * kv_heads
+    splits, tile = next((s[1:] for s in SPLITS if pairs <= s[0]), (1, _TILE))
+    full, rest = divmod(width, tile)
+    each = max(1, -(-full // splits))
+    parts = -(-full // each)
+    # alone, the entries beyond are its last tile
+    whole = parts <= 1
+    if each > 1 and page_table is not None:
+        # a page number between slot and key is one load too many for the loop's pipeline
+        slots, page_table = physical(page_table, slots, key.shape[1]), None
+    total = 1 if whole else parts + (rest > 0)
+    shape = jax.ShapeDtypeStruct
+    out = shape((rows, places, heads * channels), query.dtype)
+    summed = shape((rows * places, heads, total, channels), jnp.float32)
+    name = f"{rows}x{places}x{heads}x{width}"
+    results = triton_call(
+        query,
+        gate,
+        key,
+        value,
+        slots,
+        # never read without one: a pointer parameter needs some array
+        slots if page_table is None else page_table,
+        kernel=_sparse_attention,
+        name=f"sparse_attention_{name}",
+        out=(out, shape((1,), jnp.float32))
+        if whole
+        else (summed, shape(summed.shape[:-1], jnp.float32)),
+        grid=(pairs, total),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+        PLACES=places,
+        KV_HEADS=kv_heads,
+        SHARED=heads // kv_heads,
+        HEADS=max(16, triton.next_power_of_2(heads // kv_heads)),
+        CHANNELS=channels,
+        DEPTH=max(16, triton.next_power_of_2(channels)),
+        WIDTH=width,
+        PAGE=key.shape[1],
+        PAGES=0 if page_table is None else page_table.shape[1],
+        SCALE=channels**-0.5 * math.log2(math.e),
+        TILE=tile,
+        FULL=full,
+        EACH=each,
+        REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
+        REST_PART=0 if whole else parts,
+        WHOLE=whole,
+        STAGES=_STAGES if each > 1 else 1,
+    )
+    if whole:
+        return results[0]
+    return triton_call(
+        *results,
+        gate,
+        kernel=_merge,
+        name=f"sparse_attention_merge_{name}",
+        out=out,
+        grid=(rows * places * heads, -(-channels // _SLICE)),
+        num_warps=4,
+        num_stages=1,
+        PARTS=total,
+        PARTS_UP=triton.next_power_of_2(total),
+        CHANNELS=channels,
+        SLICE=min(_SLICE, triton.next_power_of_2(channels)),
+    )
+
+
+@triton.jit
+def _sparse_attention(
+    query_ptr,
+    gate_ptr,
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    table_ptr,
+    out_ptr,
+    weight_ptr,
+    PLACES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+    FULL: tl.constexpr,
+    EACH: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PART: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(0) % KV_HEADS
+    part = tl.program_id(1)
+    slots = slots_ptr + row * WIDTH
+    table = table_ptr + row // PLACES * PAGES
+    channel = tl.arange(0, DEPTH)
+    member = tl.arange(0, HEADS)
+    head = row * (KV_HEADS * SHARED) + kv_head * SHARED + member
+    at = head[:, None] * CHANNELS + channel[None, :]
+    there = (member < SHARED)[:, None] & (channel < CHANNELS)[None, :]
+    query = tl.load(query_ptr + at, mask=there, other=0.0)
+
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    out = tl.zeros((HEADS, DEPTH), tl.float32)
+    first = part * EACH
+    for i in tl.range(first, tl.minimum(first + EACH, FULL), num_stages=STAGES):
+        entry = i * TILE + tl.arange(0, TILE)
+        slot = _slots(slots, table, entry, entry < FULL * TILE, PAGE, PAGES)
+        key, value = _load(key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS, CHANNELS)
+        top, total, out = _attend(query, key, value, slot, top, total, out, SCALE)
+    if REST > 0:
+        if part == REST_PART:
+            beyond = FULL * TILE + tl.arange(0, REST)
+            open_slot = _slots(slots, table, beyond, beyond < WIDTH, PAGE, PAGES)
+            k, v = _load(key_ptr, value_ptr, open_slot, kv_head, channel, KV_HEADS, CHANNELS)
+            top, total, out = _attend(query, k, v, open_slot, top, total, out, SCALE)
+
+    # of nothing selected: zeros, with the weight 2**-inf
+    total = tl.where(total == 0, 1.0, total)
+    out = out / total[:, None]
+    if WHOLE:
+        gate = tl.load(gate_ptr + at, mask=there, other=0.0).to(tl.float32)
+        out = out * tl.sigmoid(gate)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
+    else:
+        place = head * tl.num_programs(1) + part
+        tl.store(out_ptr + place[:, None] * CHANNELS + channel[None, :], out, mask=there)
+        tl.store(weight_ptr + place, top + tl.log2(total), mask=member < SHARED)
+
+
+@triton.jit
+def _slots(slots, table, entry, there, PAGE: tl.constexpr, PAGES: tl.constexpr):
+    """Places of the tokens selected, negative where there is none."""
+    slot = tl.load(slots + entry, mask=there, other=-1)
+    if PAGES > 0:
+        number = slot // PAGE
+        page = tl.load(table + number, mask=(slot >= 0) & (number < PAGES), other=-1)
+        slot = tl.where(page >= 0, page * PAGE + slot % PAGE, -1)
+    return slot
+
+
+@triton.jit
+def _load(
+    key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Keys and values [tokens, channels] of one head; zeros where there is no token."""
+    at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * CHANNELS
+    at = at[:, None] + channel[None, :]
+    # places without a token may hold NaN
+    there = (slot >= 0)[:, None] & (channel < CHANNELS)[None, :]
+    key = tl.load(key_ptr + at, mask=there, other=0.0)
+    return key, tl.load(value_ptr + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _attend(query, key, value, slot, top, total, out, SCALE: tl.constexpr):
+    """Adds some tokens to a softmax under way: its maximum, its sum, the weighted values."""
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * SCALE
+    score = tl.where((slot >= 0)[None, :], score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    # before the first token there is no maximum to subtract
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[:, None])
+    kept = tl.exp2(top - base)
+    total = total * kept + tl.sum(weight, 1)
+    out = out * kept[:, None]
+    coarse = weight.to(query.dtype)
+    out = tl.dot(coarse, value, out, input_precision="ieee")
+    if query.dtype != tl.float32:
+        fine = (weight - coarse.to(tl.float32)).to(query.dtype)
+        out = tl.dot(fine, value, out)
+    return higher, total, out
+
+
+@triton.jit
+def _merge(
+    part_ptr,
+    weight_ptr,
+    gate_ptr,
+    out_ptr,
+    PARTS: tl.constexpr,
+    PARTS_UP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS_UP)
+    channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    inside = channel < CHANNELS
+    log = tl.load(weight_ptr + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    at = (head * PARTS + part)[:, None] * CHANNELS + channel[None, :]
+    there = (part < PARTS)[:, None] & inside[None, :]
+    value = tl.load(part_ptr + at, mask=there, other=0.0)
+    gate = tl.load(gate_ptr + head * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(log, 0)
+    weight = tl.exp2(log - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    out = tl.sum(value * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    out = out * tl.sigmoid(gate)
+    tl.store(out_ptr + head * CHANNELS + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
