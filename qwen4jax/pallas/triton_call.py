@@ -109,6 +109,15 @@ def _(*operands: Any, out: Any, **_: Any) -> list[Any]:
     return [jax.core.ShapedArray(shape, dtype) for shape, dtype in out]
 
 
+@functools.cache
+def _jitted(**how: Any) -> Any:
+    return jax.jit(functools.partial(_native.bind, **how))
+
+
+# outside of a jitted function
+_native.def_impl(lambda *operands, **how: _jitted(**how)(*operands))
+
+
 def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: Any) -> Any:
     ir = mlir.ir
     pointers = [str(a.dtype) for a in ctx.avals_in] + [str(dtype) for _, dtype in out]

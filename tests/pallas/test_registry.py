@@ -1,0 +1,133 @@
+"""Which implementation of an operation runs, and what is said about it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qwen4jax.pallas import measured, registry
+from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.skinny_matmul import skinny_matmul
+
+H200 = "NVIDIA H200"
+
+
+def few_only(x):
+    return None if x.shape[0] <= 4 else "takes up to 4 rows"
+
+
+def add_two(x):
+    return x + 2
+
+
+def operation():
+    """An operation whose implementations tell themselves apart by what they add."""
+    return Operation(
+        "toy",
+        {
+            "reference": lambda x: x + 1,
+            "fast": Kernel(f"{__name__}.add_two", refuses=few_only),
+            "foreign": Kernel(f"{__name__}.add_two", needs=("no_such_package",)),
+        },
+    )
+
+
+def run(op, rows=1, implementation=None):
+    return float(op.run(implementation, rows, jnp.zeros((rows, 1)))[0, 0])
+
+
+def test_here_the_reference_runs():
+    assert registry.device_kind() == "cpu"
+    assert run(operation()) == 1
+
+
+def test_the_measured_order_holds_where_it_applies(monkeypatch):
+    monkeypatch.setitem(measured.FASTEST, "H200", {"toy": ((2, ("fast",)), (8, ("fast",)))})
+    op = operation()
+    with registry.using(device=H200):
+        assert op.order(H200, 3) == ["fast"]
+        assert op.order(H200, 9) == []
+        assert run(op, 1) == 2
+        assert run(op, 8) == 1  # refused: more than four rows
+        assert run(op, 9) == 1
+    assert run(op, 1) == 1
+
+
+def test_a_named_implementation_runs_or_says_why_not():
+    op = operation()
+    with registry.using(device=H200):
+        assert run(op, 4, "fast") == 2
+        with pytest.raises(NotImplementedError, match="toy: 'fast' takes up to 4 rows"):
+            run(op, 5, "fast")
+        with pytest.raises(NotImplementedError, match=r"needs no_such_package \(pip install"):
+            run(op, 1, "foreign")
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU, this is cpu"):
+        run(op, 1, "fast")
+    with pytest.raises(ValueError, match="toy: no implementation 'quick'; there are: reference"):
+        run(op, 1, "quick")
+
+
+def test_using_names_one_or_all(monkeypatch):
+    op = operation()
+    monkeypatch.setattr(registry, "operations", lambda: {"toy": op})
+    with registry.using(device=H200):
+        with registry.using("fast"):
+            assert run(op, 1) == 2
+            assert run(op, 5) == 1  # for all operations, where it applies
+            with registry.using("reference"):
+                assert run(op, 1) == 1
+        with (
+            registry.using({"toy": "fast"}),
+            pytest.raises(NotImplementedError, match="up to 4 rows"),
+        ):
+            run(op, 5)
+    with pytest.raises(ValueError, match="no operation 'tool'"), registry.using({"tool": "fast"}):
+        pass
+    with pytest.raises(ValueError, match="no implementation 'quick'"), registry.using("quick"):
+        pass
+
+
+def test_a_jitted_function_is_compiled_for_the_choice(monkeypatch):
+    op = operation()
+    monkeypatch.setattr(registry, "operations", lambda: {"toy": op})
+    jitted = jax.jit(lambda x: op.run(None, 1, x))
+    x = jnp.zeros((1, 1))
+    with registry.using(device=H200):
+        assert jitted(x) == 1
+        with registry.using("fast"):
+            assert jitted(x) == 2
+        assert jitted(x) == 1
+
+
+def test_explain_says_it_of_every_implementation():
+    for device in ("cpu", H200):
+        with registry.using(device=device):
+            text = registry.explain()
+        assert text.startswith(f"device: {device}\n")
+        for op in registry.operations().values():
+            assert f"\n{op.name}:\n" in text
+    assert "triton: needs an NVIDIA GPU, this is cpu" in registry_text("cpu")
+    with registry.using({"skinny_matmul": "reference"}, device=H200):
+        assert "  reference: named by using()" in registry.explain()
+
+
+def registry_text(device):
+    with registry.using(device=device):
+        return registry.explain()
+
+
+def test_the_measured_table_names_what_there_is():
+    known = registry.operations()
+    for table in measured.FASTEST.values():
+        for name, rows in table.items():
+            assert list(rows) == sorted(rows, key=lambda row: row[0])
+            for _, implementations in rows:
+                assert set(implementations) <= set(known[name]), name
+
+
+def test_a_kernel_that_reaches_a_cpu_says_so():
+    x, w = jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((16, 128), jnp.bfloat16)
+    with (
+        registry.using(device=H200),
+        pytest.raises(NotImplementedError, match="is a Triton kernel and was compiled for cpu"),
+    ):
+        skinny_matmul(x, w, implementation="triton")
