@@ -1,0 +1,1 @@
+"""Training: whole sequences through the reference operations, which have derivatives."""
