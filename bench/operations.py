@@ -88,11 +88,13 @@ _ROWS: dict[str, tuple[str, int | None]] = {
     "compress_and_store.prepare": ("x", 2),
     "compress_and_store.store": ("key", 2),
     "compress_and_store.compress": ("raw_key", 2),
+    "compress_and_store.prepare_and_store": ("query_gate", 2),
     "gated_delta.step": ("qkv", 2),
     "gated_delta.commit": ("factors", 2),
     "gated_delta.chunks": ("qkv", 2),
     "ple.ngram_rows": ("out", 2),
     "ple.gather": ("rows", 2),
+    "ple.embed": ("out", 2),
     "ple.mix": ("value", 2),
 }
 _MORE: dict[str, dict[str, Any]] = {
@@ -104,9 +106,13 @@ _MORE: dict[str, dict[str, Any]] = {
     "gated_residual.update": dict(carry="streams", results=lambda out: None),
     "compress_and_store.store": dict(carry="cache", results=lambda out: None),
     "compress_and_store.compress": dict(carry="cache", results=lambda out: None),
+    "compress_and_store.prepare_and_store": dict(
+        carry="cache", replaces=lambda out: out[0], results=lambda out: out[1:]
+    ),
     "gated_delta.commit": dict(carry="state", results=lambda out: None),
     "gated_delta.chunks": dict(compared=_counted),
     "ple.gather": dict(shared=("table",)),
+    "ple.embed": dict(shared=("table",)),
     "index_topk": dict(unordered=True),
 }
 # tables of implementations that are not named after their function

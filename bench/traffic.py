@@ -86,6 +86,15 @@ def _compress(inputs: dict[str, Any], out: Any) -> float:
     return read + blocks * block_bytes + ring * size(cache.ring) / (rows * cache.ring.shape[1])
 
 
+def _prepare_and_store(inputs: dict[str, Any], out: Any) -> float:
+    span, results = inputs["span"], out[1]
+    there = _tokens(span) / math.prod(span.index.shape)
+    tables = size([inputs["gains"], span.cos, span.sin])
+    queries = size([inputs["query_gate"], inputs["index_qk"][:, :, :-1], results])
+    pooled = inputs | dict(raw_key=inputs["index_qk"][:, :, -1])
+    return there * queries + tables + _store(inputs, None) + _compress(pooled, None)
+
+
 def _tokens(span: Any) -> int:
     return int(np.asarray(span.count).sum())
 
@@ -104,6 +113,11 @@ def _gather(inputs: dict[str, Any], out: Any) -> float:
     return size(rows) + rows.size * table.shape[1] * table.dtype.itemsize + size(out)
 
 
+def _embed(inputs: dict[str, Any], out: Any) -> float:
+    table = max(jax.tree.leaves(inputs["table"]), key=lambda leaf: leaf.size)
+    return size(inputs["ids"]) + out.size * table.dtype.itemsize + size(out)
+
+
 BYTES: dict[str, Callable[[dict[str, Any], Any], float]] = collections.defaultdict(
     lambda: everything,
     {
@@ -115,7 +129,9 @@ BYTES: dict[str, Callable[[dict[str, Any], Any], float]] = collections.defaultdi
         "compress_and_store.prepare": _prepare,
         "compress_and_store.store": _store,
         "compress_and_store.compress": _compress,
+        "compress_and_store.prepare_and_store": _prepare_and_store,
         "gated_delta.commit": _commit,
         "ple.gather": _gather,
+        "ple.embed": _embed,
     },
 )

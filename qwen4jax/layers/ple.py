@@ -32,8 +32,9 @@ def per_layer_embedding(
     """
     with jax.named_scope("ple"):
         hash = config.ngram_hash(ple_index)
-        rows = op.ngram_rows(ids, hash, eos=config.hash_eos_token_id)
-        embedded = op.gather(params.ngram_embedding, rows, streams.dtype)
+        embedded = op.embed(
+            params.ngram_embedding, ids, hash, streams.dtype, eos=config.hash_eos_token_id
+        )
         key = skinny_matmul(embedded, params.key_proj).reshape(streams.shape)
         value = skinny_matmul(embedded, params.value_proj)
         norms = (params.norm_key, params.norm_query, params.norm_conv)

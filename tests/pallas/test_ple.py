@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen4jax import quant
-from qwen4jax.pallas.ple import GATHER, MIX, ROWS, gather, mix, ngram_rows
+from qwen4jax.pallas.ple import EMBED, GATHER, MIX, ROWS, embed, gather, mix, ngram_rows
 from qwen4jax.pallas.ple.cases import CASES, SMALL_HASH
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
@@ -40,21 +40,35 @@ def test_rows_of_any_ids(ids):
     assert (got < SMALL_HASH.rows).all()
 
 
+def _values(table):
+    """What a table stands for: an e4m3 row is `bf16(value) * bf16(scale)`, rounded once."""
+    if not isinstance(table, quant.ScaledTable):
+        return f64(table)
+    values = f64(table.weight) * f64(table.weight_scale)
+    return values.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
 @over_cases(CASES, "gather", GATHER)
 def test_gather_is_exact(case, implementation):
-    """PLE-11: an e4m3 row is `bf16(value) * bf16(scale)`, rounded to bfloat16 once."""
+    """PLE-11."""
     inputs = case.inputs()
     got = call(gather, inputs, implementation)
-    table = inputs["table"]
-    if isinstance(table, quant.ScaledTable):
-        values = f64(table.weight) * f64(table.weight_scale)
-        values = values.astype(ml_dtypes.bfloat16).astype(np.float64)
-    else:
-        values = f64(table)
     rows = np.asarray(inputs["rows"])
-    want = values[rows].reshape(*rows.shape[:-1], -1)
+    want = _values(inputs["table"])[rows].reshape(*rows.shape[:-1], -1)
     assert got.dtype == inputs["dtype"]
     np.testing.assert_array_equal(f64(got), want)
+
+
+@over_cases(CASES, "embed", EMBED)
+def test_embed_gathers_the_hashed_rows(case, implementation):
+    inputs = case.inputs()
+    got = call(embed, inputs, implementation)
+    history = inputs["hash"].ngram_size - 1
+    assert got.dtype == inputs["dtype"]
+    for row, ids in zip(f64(got), np.asarray(inputs["ids"]), strict=True):
+        rows = np.array(oracle.ngram_rows(ids, inputs["hash"], inputs["eos"])[history:])
+        want = _values(inputs["table"])[rows].reshape(len(rows), -1)
+        np.testing.assert_array_equal(row, want)
 
 
 @over_cases(CASES, "mix", MIX)

@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """Triton kernels of Gated DeltaNet: a step of up to 8 tokens, and its commit.
 
 Bytes decide: the state is 64 KiB a head, 3.1 MB a row (48 heads), against 0.2 MB of everything

@@ -1,16 +1,26 @@
 """The n-gram embedding: hash and gather, then its gate and dilated convolution."""
 
+import functools
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.ngram import NgramHash
-from qwen4jax.pallas.ple import reference
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.ple import limits, reference
+from qwen4jax.pallas.registry import Kernel, Operation
+
+_TRITON = "qwen4jax.pallas.ple.triton_kernels."
+_kernel = functools.partial(Kernel, needs=("triton",))
 
 ROWS = Operation("ple.ngram_rows", {"reference": reference.ngram_rows})
-GATHER = Operation("ple.gather", {"reference": reference.gather})
-MIX = Operation("ple.mix", {"reference": reference.mix})
+GATHER = Operation(
+    "ple.gather", {"reference": reference.gather, "triton": _kernel(_TRITON + "gather")}
+)
+EMBED = Operation("ple.embed", {"reference": reference.embed, "triton": _kernel(_TRITON + "embed")})
+MIX = Operation(
+    "ple.mix",
+    {"reference": reference.mix, "triton": _kernel(_TRITON + "mix", refuses=limits.mix)},
+)
 
 
 def ngram_rows(
@@ -44,6 +54,28 @@ def gather(
         implementation: see `GATHER`; by default the fastest.
     """
     return GATHER.run(implementation, rows.size // rows.shape[-1], table, rows, dtype)
+
+
+def embed(
+    table: Any,
+    ids: Int[Array, "B L"],
+    hash: NgramHash,
+    dtype: Any,
+    *,
+    eos: int,
+    implementation: str | None = None,
+) -> Float[Array, "B T E"]:
+    """`gather` of `ngram_rows`: the embedding of each token's n-grams, in `dtype`.
+
+    Args:
+        table: as `gather`. A kernel also reads one in pinned host memory, where it lies.
+        ids: as `ngram_rows`.
+        hash: as `ngram_rows`.
+        dtype: of the result.
+        eos: as `ngram_rows`.
+        implementation: see `EMBED`; by default the fastest.
+    """
+    return EMBED.run(implementation, ids.size, table, ids, hash, dtype, eos=eos)
 
 
 def mix(

@@ -58,6 +58,16 @@ def _gather(name, shape, table, width, dtype=F32, *, form="plain", device_only=F
     return Case("gather", name, build, device_only)
 
 
+def _embed(name, ids, hash, eos, width, dtype=F32, *, form="plain", device_only=False):
+    def build(rng):
+        values = normal(rng, (hash.rows, width), dtype)
+        if form == "fp8":
+            values = ScaledTable(values.astype(E4M3), jnp.asarray(0.0123, BF16))
+        return dict(table=values, ids=integers(ids(rng)), hash=hash, dtype=dtype, eos=eos)
+
+    return Case("embed", name, build, device_only)
+
+
 def _mix(
     name, rows, streams, hidden, dtype=F32, *, dilation=3, taps=4, zero=False, device_only=False
 ):
@@ -80,6 +90,16 @@ def _mix(
     return Case("mix", name, build, device_only)
 
 
+# the released table has 320,001,536 rows; a tenth lets other inputs fit beside it
+TENTH_HASH = ngram_hash(
+    vocab_size=248320,
+    ngram_size=3,
+    heads_per_ngram=8,
+    ngram_vocab_size_base=2_000_000,
+    divisible_by=128,
+    seed=1234,
+    ple_index=0,
+)
 _HASH, _EOS = RELEASED.ngram_hash(0), RELEASED.hash_eos_token_id
 
 CASES = (
@@ -95,6 +115,10 @@ CASES = (
     _gather("fp8", (2, 3, 4), 60, 8, BF16, form="fp8"),
     _gather("fp8_to_float32", (1, 3, 4), 60, 8, form="fp8"),
     _gather("rows_63", (1, 63, 2), 60, 8),
+    _embed("many_ends", _random_ids(2, 9, 64, 1, 0.4), SMALL_HASH, 1, 8),
+    _embed("fourgrams_bfloat16", _random_ids(1, 7, 1000, 3), FOURGRAM_HASH, 3, 12, BF16),
+    _embed("fp8", _random_ids(2, 5, 64, 1), SMALL_HASH, 1, 20, BF16, form="fp8"),
+    _embed("fp8_to_float32", _random_ids(1, 3, 64, 1), SMALL_HASH, 1, 8, form="fp8"),
     _mix("one_token", (2, 1), 4, 32),
     _mix("longer_than_the_history", (2, 13), 4, 16),
     _mix("places_63", (1, 63), 4, 8),
@@ -104,10 +128,22 @@ CASES = (
     _rows("released_4", _random_ids(1, 6, 248320, _EOS), _HASH, _EOS, device_only=True),
     _rows("released_32_rows", _random_ids(32, 6, 248320, _EOS), _HASH, _EOS, device_only=True),
     _rows("released_chunk", _random_ids(1, 4098, 248320, _EOS), _HASH, _EOS, device_only=True),
-    # the released table has 320,001,536 rows; a tenth lets other inputs fit beside it
     *(
         _gather(f"released_{t}", (1, t, 16), 32_000_000, 160, BF16, form="fp8", device_only=True)
         for t in (4, 128, 4096)
+    ),
+    *(
+        _embed(
+            f"released_{rows * t}",
+            _random_ids(rows, t + 2, 248320, _EOS, 0.01),
+            TENTH_HASH,
+            _EOS,
+            160,
+            BF16,
+            form="fp8",
+            device_only=True,
+        )
+        for rows, t in ((1, 1), (1, 4), (32, 4), (1, 4096))
     ),
     _mix("released_4", (1, 4), 4, 2560, BF16, device_only=True),
     _mix("released_32_rows", (32, 4), 4, 2560, BF16, device_only=True),

@@ -30,6 +30,11 @@ def gather(table, rows, dtype):
     return found.reshape(*rows.shape[:-1], -1)
 
 
+def embed(table, ids, hash, dtype, *, eos):
+    """See `qwen4jax.pallas.ple.embed`."""
+    return gather(table, ngram_rows(ids, hash, eos=eos), dtype)
+
+
 def mix(key, value, streams, norm_key, norm_query, norm_conv, conv1d, history, *, dilation, eps):
     """See `qwen4jax.pallas.ple.mix`."""
     dtype, places = streams.dtype, streams.shape[1]
