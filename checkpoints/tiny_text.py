@@ -33,7 +33,6 @@ import numpy as np
 
 from checkpoints.tiny_tokenizer import END_OF_TEXT, train_tokenizer, write_tokenizer
 
-MANIFEST = Path(__file__).with_name("tiny_text.json")
 LICENCE = "PSF-2.0"
 HELD_OUT_SHARE = 0.03
 NEAR_COPY = 1 / 3

@@ -2,8 +2,8 @@
 
 RUN is the folder of the run; a run that was stopped, or killed, goes on from its last checkpoint
 with the same command. `--fit MINUTES` times a few steps first and plans as many as fit.
-`--export DIR` writes the weights in Hugging Face's layout when the run is complete. The text comes
-from `checkpoints/tiny_text.py`.
+`--export DIR` writes the weights in Hugging Face's layout at the end, or when time is up (exit
+code 3). The text comes from `checkpoints/tiny_text.py`.
 """
 
 import os
@@ -139,15 +139,14 @@ def main(arguments: list[str] | None = None) -> int:
     every = max(1, (steps or 1) // 25)
     schedule = Schedule(steps or 1, evaluate_every=every, save_every=max(1, (steps or 1) // 4))
     seconds = 60 * options.minutes - (time.monotonic() - began)
-    state = trainer.run(schedule, stop_at=options.stop_at, seconds=seconds, note=note)
-    if state is None:
-        return 3
+    state, complete = trainer.run(schedule, stop_at=options.stop_at, seconds=seconds, note=note)
     if options.export is not None:
         export(trainer, state, options.export)
         sizes = {f.name: f.stat().st_size for f in sorted(options.export.iterdir())}
         note(json.dumps(sizes))
     note(f"{time.monotonic() - began:.1f} s in all")
-    return 0
+    # weights of a run that is not complete are exported, but nobody shall take them for the others
+    return 0 if complete else 3
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Trainer:
         stop_at: int | None = None,
         seconds: float = math.inf,
         note: Callable[[str], None] = print,
-    ) -> TrainState | None:
+    ) -> tuple[TrainState, bool]:
         """Trains to the end, or goes on to it from the last checkpoint.
 
         Args:
@@ -83,7 +83,7 @@ class Trainer:
             note: called with lines of progress.
 
         Returns:
-            The state at the last step, None if time was up before.
+            The state, and whether it is that of the last step: time may have been up before.
         """
         began = time.monotonic()
         schedule = self._planned(schedule)
@@ -134,8 +134,8 @@ class Trainer:
                         self._save(kept, state, place)
                     if late and not ends:
                         note(f"time is up after step {done} of {last}")
-                        return None
-        return state
+                        return state, False
+        return state, True
 
     def steps_that_fit(self, seconds: float) -> int:
         """How many steps fit into a time, by timing a few of every phase.
@@ -161,6 +161,7 @@ class Trainer:
 
     def wait(self) -> None:
         """Returns when everything is compiled."""
+        jax.block_until_ready(init_train_state(self.config, self.recipe))
         for phase in self.recipe.phases:
             self._program("train", phase)
             self._program("evaluate", phase)
