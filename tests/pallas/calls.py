@@ -56,13 +56,18 @@ def _evaluate(how: Any, function: Any, inputs: Mapping[str, Any], implementation
 
 
 def runs_here(implementation: str | None) -> contextlib.AbstractContextManager[None]:
-    """Lets a Triton implementation run on the CPU, in the interpreter."""
-    if implementation is None or not implementation.startswith("triton"):
-        return contextlib.nullcontext()
-    pytest.importorskip("triton")
-    from tests.pallas.triton_interpreter import interpreted
+    """Lets an implementation in a kernel language run on the CPU, interpreted."""
+    language = (implementation or "").split("_")[0]
+    if language == "triton":
+        pytest.importorskip("triton")
+        from tests.pallas.triton_interpreter import interpreted
 
-    return interpreted()
+        return interpreted()
+    if language == "mosaic":
+        from tests.pallas.mosaic_simulator import simulated
+
+        return simulated()
+    return contextlib.nullcontext()
 
 
 def _traced(value: Any) -> bool:

@@ -23,6 +23,20 @@ def _refuses(streams: Any, pending: Any, norm: Any, down: Any, *_: Any, **__: An
     return None
 
 
+def _refuses_mosaic(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
+) -> str | None:
+    batch, time, count, hidden = streams.shape
+    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
+    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
+        return "takes bfloat16 streams and weights"
+    if (rows := batch * time) not in (*range(1, 9), 16, 24, 32):
+        return f"takes 1 to 8, 16, 24 or 32 rows, not {rows}"
+    if count != 4 or hidden % 256 or down.shape[0] % 64:
+        return "takes 4 streams, widths in multiples of 256 and ranks of 64"
+    return None
+
+
 BOUNDARY = Operation(
     "gated_residual.boundary",
     {
@@ -31,6 +45,12 @@ BOUNDARY = Operation(
             "qwen4jax.pallas.gated_residual.triton_kernels.boundary",
             needs=("triton",),
             refuses=_refuses,
+        ),
+        "mosaic_hopper": Kernel(
+            "qwen4jax.pallas.gated_residual.mosaic_hopper.boundary",
+            devices=r"H100|H200|GH200",
+            devices_text="a Hopper GPU",
+            refuses=_refuses_mosaic,
         ),
     },
 )

@@ -10,9 +10,12 @@ from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import reference
 
 _TRITON = "qwen4jax.pallas.skinny_matmul.triton_kernels"
+_MOSAIC = "qwen4jax.pallas.skinny_matmul.mosaic_hopper"
 # above these cuBLAS is as good, and larger tiles than the kernels' are better
 MOST_ROWS = 128
 MOST_WEIGHTS = 4
+# the narrow operand of wgmma, in Mosaic
+MOST_TOKENS = 32
 
 
 def _refuses(x: Any, weights: Sequence[Any]) -> str | None:
@@ -36,11 +39,43 @@ def _refuses_several(x: Any, weights: Sequence[Any], biases: Sequence[Any], **_:
     return "adds no bias" if any(b is not None for b in biases) else _refuses(x, weights)
 
 
+def _refuses_mosaic(x: Any, weights: Sequence[Any], dtypes: Sequence[Any]) -> str | None:
+    rows = x.size // max(x.shape[-1], 1)
+    if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
+        return "takes bfloat16 rows and weights"
+    if any(jnp.dtype(t) not in (jnp.bfloat16, jnp.float32) for t in dtypes):
+        return "gives bfloat16 or float32"
+    if not 1 <= rows <= MOST_TOKENS:
+        return f"takes 1 to {MOST_TOKENS} rows, not {rows}"
+    if x.shape[-1] % 128 or any(len(w) % 8 for w in weights):
+        return "takes inputs in multiples of 128 and outputs of 8"
+    if any(
+        jnp.dtype(t) == jnp.float32 and len(w) % 32 for w, t in zip(weights, dtypes, strict=True)
+    ):
+        return "gives float32 outputs in multiples of 32"
+    return None
+
+
+def _refuses_one_mosaic(x: Any, w: Any, bias: Any, *, out_dtype: Any) -> str | None:
+    return "adds no bias" if bias is not None else _refuses_mosaic(x, (w,), (out_dtype,))
+
+
+def _refuses_several_mosaic(
+    x: Any, weights: Sequence[Any], biases: Sequence[Any], *, out_dtypes: Sequence[Any]
+) -> str | None:
+    if any(b is not None for b in biases):
+        return "adds no bias"
+    return _refuses_mosaic(x, weights, out_dtypes)
+
+
+_HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
+
 IMPLEMENTATIONS = Operation(
     "skinny_matmul",
     {
         "reference": reference.skinny_matmul,
         "triton": Kernel(f"{_TRITON}.skinny_matmul", needs=("triton",), refuses=_refuses_one),
+        "mosaic_hopper": Kernel(f"{_MOSAIC}.skinny_matmul", refuses=_refuses_one_mosaic, **_HOPPER),
     },
 )
 PROJECTIONS = Operation(
@@ -48,6 +83,9 @@ PROJECTIONS = Operation(
     {
         "reference": reference.projections,
         "triton": Kernel(f"{_TRITON}.projections", needs=("triton",), refuses=_refuses_several),
+        "mosaic_hopper": Kernel(
+            f"{_MOSAIC}.projections", refuses=_refuses_several_mosaic, **_HOPPER
+        ),
     },
 )
 

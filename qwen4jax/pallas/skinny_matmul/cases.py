@@ -69,11 +69,14 @@ CASES = (
     _case("bfloat16_to_float32", (3,), 8, 160, BF16, out_dtype=F32),
     Case("skinny_matmul", "nan_row_stays_alone", _poisoned_row),
     _case("bfloat16_tiles", (5,), 48, 256, BF16),
+    _case("bfloat16_by_eights", (20,), 136, 256, BF16),
+    _case("bfloat16_halves_to_float32", (3,), 96, 256, BF16, out_dtype=F32),
     _case("bfloat16_ragged_tiles", (17,), 83, 384, BF16),
     _case("bfloat16_wide_tiles", (3,), 6403, 128, BF16),
     Case("projections", "biases", _biased),
     _several("two", (2, 3), (48, 7), 32),
     _several("four", (3,), (48, 7, 1, 20), 256, out_dtypes=(BF16, F32, F32, BF16)),
+    _several("by_eights", (3,), (136, 48), 128),
     _several("wide", (9,), (6400, 83, 1), 128),
     *(
         _case(f"{name}_{rows}", (rows,), *shape, BF16, device_only=True)

@@ -26,10 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 COLUMNS = 128  # of a tile: a row of it is two swizzled lines of 128 bytes
-MOST_ROWS = 32
 _PROCESSORS = 132
 _SHARED = 220 * 1024  # bytes of shared memory that the CTAs of a multiprocessor plan with
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_SWIZZLED: Any = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 # [tokens, 64] where a warp holds two rows, and a lane one column of each half of them
 _LINES = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (2, 64), (32,), (1,))),
@@ -59,22 +61,6 @@ class Tiles:
 # as measured on an H200 in the idioms' runs: two small CTAs, but one large for the longest weights
 NARROW = Tiles()
 WIDE = Tiles(consumers=2, ctas=1)
-
-
-def refuses(x: Any, weights: Sequence[Any], dtypes: Sequence[Any]) -> str | None:
-    """What keeps this kernel from multiplying `x` with `weights`, if anything."""
-    rows = x.size // max(x.shape[-1], 1)
-    if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
-        return "takes bfloat16 rows and weights"
-    if any(jnp.dtype(t) not in (jnp.bfloat16, jnp.float32) for t in dtypes):
-        return "gives bfloat16 or float32"
-    if not 1 <= rows <= MOST_ROWS:
-        return f"takes 1 to {MOST_ROWS} rows, not {rows}"
-    if x.shape[-1] % COLUMNS or any(len(w) % 8 for w in weights):
-        return f"takes inputs in multiples of {COLUMNS} and outputs of 8"
-    if any(t == jnp.float32 and len(w) % 32 for w, t in zip(weights, dtypes, strict=True)):
-        return "gives float32 outputs in multiples of 32"
-    return None
 
 
 def skinny_matmul(x, w, bias, *, out_dtype):
@@ -205,7 +191,7 @@ def _kernel(
                 lax.fori_loop(0, steps, add, ())
                 return acc[...]
 
-            sums = pl.run_scoped(accumulate, plgpu.ACC((64, tokens), jnp.float32))
+            sums = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((64, tokens), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if any(final):
                 value = plgpu.layout_cast(sums.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
@@ -248,9 +234,19 @@ def _kernel(
         return jax.ShapeDtypeStruct((splits, rows, o), jnp.float32)
 
     body.__name__ = f"skinny_matmul_{rows}x{sum(outputs)}x{steps * splits * COLUMNS}"
-    upright = plgpu.SMEM((tiles.consumers, 64, tokens), jnp.float32)
-    turned = plgpu.SMEM((tiles.consumers, tokens, 64), jnp.float32)
-    rounded = plgpu.SMEM((tiles.consumers, tokens, 64), jnp.bfloat16)
+    staging = {
+        "rounded": plgpu.SMEM((tiles.consumers, tokens, 64), jnp.bfloat16) if any(final) else None,
+        "upright": plgpu.SMEM((tiles.consumers, 64, tokens), jnp.float32),
+        "turned": plgpu.SMEM((tiles.consumers, tokens, 64), jnp.float32),
+    }
+    if all(final):
+        staging |= {"upright": None, "turned": None}
+    scratch: Any = staging | {
+        "x_tiles": plgpu.SMEM((stages, tokens, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
+        "w_tiles": plgpu.SMEM((stages, height, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=stages),
+    }
     return plgpu.kernel(
         body,
         out_type=(tuple(map(out, outputs, final)),),
@@ -258,13 +254,5 @@ def _kernel(
         grid_names=("lane", "split"),
         num_threads=tiles.consumers + 1,
         thread_name="role",
-        scratch_types=dict(
-            x_tiles=plgpu.SMEM((stages, tokens, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
-            w_tiles=plgpu.SMEM((stages, height, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
-            rounded=rounded if any(final) else None,
-            upright=None if all(final) else upright,
-            turned=None if all(final) else turned,
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=stages),
-        ),
+        scratch_types=scratch,
     )

@@ -1,0 +1,61 @@
+"""Compiles the Mosaic kernels of the released sizes for an H200, on a machine without one.
+
+Run in a process of its own: `python compile_mosaic.py TARGET`, with MOSAIC_GPU_DUMP_PTXAS=1, so
+that the assembler's report of each kernel is printed.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.gated_residual import boundary
+from qwen4jax.pallas.skinny_matmul import projections
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def main(target: str) -> None:
+    topology = topologies.get_topology_desc(
+        "h200", platform="cuda", target_config=Path(target).read_text(), topology="1x1x1"
+    )
+    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
+    here = jax.sharding.NamedSharding(mesh, jax.P())
+
+    def array(*shape: int, dtype=BF16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+
+    def compiled(f, *args):
+        with registry.using("mosaic_hopper", device="NVIDIA H200"):
+            return jax.jit(f).lower(*args).compile()
+
+    for rows, outputs, inputs, dtype in (
+        (4, (10240, 6144, 48, 48), 2560, BF16),
+        (32, (12288, 512, 512, 640), 2560, BF16),
+        (4, (2560,), 6144, BF16),
+        (32, (248320,), 2560, F32),
+    ):
+        weights = tuple(array(o, inputs) for o in outputs)
+        dtypes = (dtype,) * len(weights)
+        compiled(
+            lambda x, w, t=dtypes: projections(x, w, out_dtypes=t), array(rows, inputs), weights
+        )
+    norm, down, up, inject = (array(10240), array(320, 10240), array(10240, 320), array(4, 10240))
+    for rows, final in ((4, False), (32, True)):
+        pending = None if final else (array(rows, 1, 4, dtype=F32), array(rows, 1, 2560))
+        compiled(
+            lambda *given: boundary(*given, eps=1e-6),
+            array(rows, 1, 4, 2560),
+            pending,
+            norm,
+            down,
+            up,
+            None if final else inject,
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
