@@ -7,7 +7,17 @@ from jaxtyping import Array, Float, Int
 from qwen4jax.pallas.moe import limits, reference
 from qwen4jax.pallas.registry import Kernel, Operation
 
-ROUTE = Operation("moe.route", {"reference": reference.route})
+ROUTE = Operation(
+    "moe.route",
+    {
+        "reference": reference.route,
+        "triton": Kernel(
+            "qwen4jax.pallas.moe.triton_kernels.route",
+            needs=("triton",),
+            refuses=limits.refuses_route,
+        ),
+    },
+)
 EXPERTS = Operation(
     "moe.experts",
     {

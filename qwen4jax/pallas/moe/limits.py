@@ -8,6 +8,8 @@ from qwen4jax import quant
 CHUNK = 128
 # tokens of a call: each program looks for its expert among all their choices
 MOST_TOKENS = 128
+# experts of a router: a warp holds a token's
+MOST_EXPERTS = 2048
 # steps of a row, which are unrolled
 _MOST_STEPS = 16
 
@@ -15,6 +17,13 @@ _MOST_STEPS = 16
 def split(columns: int) -> int:
     """Warps among which the columns of a row of gate and up are split."""
     return next(w for w in (4, 2, 1) if columns % (CHUNK * w) == 0)
+
+
+def refuses_route(logits, k, *, renormalize):
+    """What keeps the Triton kernel from these arguments, if anything."""
+    if logits.shape[1] > MOST_EXPERTS:
+        return f"is for up to {MOST_EXPERTS} experts, these are {logits.shape[1]}"
+    return None
 
 
 def refuses_experts(x, ids, weights, gate_up, down):

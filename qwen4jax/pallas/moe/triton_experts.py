@@ -5,8 +5,8 @@ Bytes decide: at the released sizes an expert in NVFP4 is 2.76 MB, so 4 tokens (
 read 108 MB, 25 us at 4.3 TB/s, of which two thirds are gate and up. A program of either product has
 one expert, up to 8 of its tokens (the columns of one tensor-core tile) and some rows. It finds its
 tokens itself, from the ids of all pairs (token, choice): the first pair of each 8 of an expert's
-pairs does the work of the 8, the others stop. The weights' addresses hang on the expert alone, so
-the first loads are under way while it looks.
+pairs does the work of the 8, the others stop. The weights' addresses hang on the expert alone: with
+few tokens, when nearly every pair leads, the first loads are under way while it looks.
 """
 
 import triton
@@ -70,12 +70,23 @@ def _load_gate_up(w, s, i, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _gate_up_sums(
-    w, s, loaded, x, there, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr
+    w,
+    s,
+    loaded,
+    x,
+    there,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    W: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """2**-7 of the products of 16 rows of gate and of up, summed over the warps: [16, 8] each."""
     gate = tl.zeros((W, 16, 8), tl.float32)
     up = tl.zeros((W, 16, 8), tl.float32)
     STEPS: tl.constexpr = D // (128 * W)
+    for i in tl.static_range(EARLY, AHEAD):
+        loaded = loaded + _load_gate_up(w, s, i, D, F, W)
     for i in tl.static_range(STEPS):
         if i + AHEAD < STEPS:
             loaded = loaded + _load_gate_up(w, s, i + AHEAD, D, F, W)
@@ -115,15 +126,16 @@ def gate_up_kernel(
     line = tl.arange(0, 8 * W)
     at = (tile * 16 + line % 8) * (D // 16) + line // 8 * 8
     s = scale + expert * (F * D // 8) + at[:, None] + tl.arange(0, 8)[None, :]
+    EARLY: tl.constexpr = AHEAD if TP <= 8 else 0
     loaded = ()
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(EARLY):
         loaded = loaded + _load_gate_up(w, s, i, D, F, W)
     lead, pairs = members(ids, expert, pair, T, K, TP, KP)
     if lead:
         column = tl.arange(0, W)[:, None] * 128
         xs = x + tl.reshape(pairs[None, :] // K * D + column, (8 * W, 1)) + lane_columns()[None, :]
         there = tl.reshape(tl.broadcast_to((pairs >= 0)[None, :], (W, 8)), (8 * W, 1))
-        gate, up = _gate_up_sums(w, s, loaded, xs, there, D, F, W, AHEAD)
+        gate, up = _gate_up_sums(w, s, loaded, xs, there, D, F, W, EARLY, AHEAD)
         gate *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
         up *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
         h = gate / (1.0 + tl.exp(-gate)) * up
@@ -164,8 +176,9 @@ def down_kernel(
     at = (tile * (16 * W) + line // 8 * 16 + line % 8) * (F // 16)
     s = scale + expert * (D * F // 16) + at[:, None] + tl.arange(0, 8)[None, :]
     STEPS: tl.constexpr = F // 128
+    EARLY: tl.constexpr = AHEAD if TP <= 8 else 0
     loaded = ()
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(EARLY):
         loaded = loaded + _load_down(w, s, i, F)
     lead, pairs = members(ids, expert, pair, T, K, TP, KP)
     if lead:
@@ -174,6 +187,8 @@ def down_kernel(
         there = all_pairs >= 0
         acc = tl.zeros((W, 16, 8), tl.float32)
         rest = loaded
+        for i in tl.static_range(EARLY, AHEAD):
+            rest = rest + _load_down(w, s, i, F)
         for i in tl.static_range(STEPS):
             if i + AHEAD < STEPS:
                 rest = rest + _load_down(w, s, i + AHEAD, F)

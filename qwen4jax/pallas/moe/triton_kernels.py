@@ -8,6 +8,7 @@ import triton
 
 from qwen4jax.pallas.moe import limits
 from qwen4jax.pallas.moe.triton_experts import combine_kernel, down_kernel, gate_up_kernel
+from qwen4jax.pallas.moe.triton_route import route_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # steps whose weights are asked for ahead of use
@@ -17,6 +18,29 @@ DOWN_AHEAD = 3
 DOWN_WARPS = 4
 # columns of a program that adds up the choices
 COMBINE = 512
+
+
+def route(logits, k, *, renormalize):
+    """See `qwen4jax.pallas.moe.route`."""
+    tokens, experts_ = logits.shape
+    place = (tokens, k)
+    out = (jax.ShapeDtypeStruct(place, jnp.int32), jax.ShapeDtypeStruct(place, jnp.float32))
+    if tokens == 0:
+        return jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), out)
+    return triton_call(
+        logits,
+        kernel=route_kernel,
+        name=f"route_{tokens}x{experts_}",
+        out=out,
+        grid=(tokens,),
+        num_warps=1,
+        num_stages=1,
+        E=experts_,
+        K=k,
+        EP=triton.next_power_of_2(experts_),
+        KP=triton.next_power_of_2(k),
+        RENORMALIZE=renormalize,
+    )
 
 
 def experts(x, ids, weights, gate_up, down):
