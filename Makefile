@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types format clean
+.PHONY: help demo test soak check lint types format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,6 +14,9 @@ demo: $(VENV)/.ready-demo ## load a small checkpoint and continue a prompt
 
 test: $(VENV)/.ready-dev ## run the test suite (CPU; warnings are errors)
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist worksteal
+
+soak: $(VENV)/.ready-dev ## 2,000 requests of 64 clients against a server (minutes)
+	$(PYTHON_IN_VENV) -m tests.serve.soak --requests 2000 --clients 64
 
 check: lint types ## everything CI checks besides the tests
 

@@ -30,6 +30,7 @@ from qwen4jax.model import read_out
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state, put_slots, reset_slots, take_slots
 
+
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """What a request gained.
@@ -262,9 +263,9 @@ class Engine:
             yield from self._read(*self._unread.popleft())
 
     def _prefill(self) -> None:
-        """Feeds the next chunk of some prompts, in turn; those that are complete begin to decode."""
+        """Feeds a chunk of some prompts, in turn; those that are complete begin to decode."""
         if len(self._fed) == 2:
-            # with no stream to read the host would queue a whole prompt, ahead of whoever comes next
+            # with no stream to read the host would queue a whole prompt before whoever comes next
             self._fed[0].block_until_ready()
         shape = self.sizes.prefill_shape(len(self._feeding[0].to_feed))
         alike = (r for r in self._feeding if self.sizes.prefill_shape(len(r.to_feed)) == shape)

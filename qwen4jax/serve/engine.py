@@ -1,0 +1,324 @@
+"""The thread that owns the device: it loads, compiles, and runs accepted jobs step by step."""
+
+import collections
+import enum
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+import jax
+
+from qwen4jax.decode.batching import Delta, Engine
+from qwen4jax.decode.compiling import clock
+from qwen4jax.decode.score import Scoring
+from qwen4jax.serve.errors import CallError, internal, unavailable
+from qwen4jax.serve.jobs import Gain, GenerateJob, Job, ScoreJob, Times
+from qwen4jax.serve.logs import event
+from qwen4jax.serve.metrics import Metrics
+from qwen4jax.serve.model import Served
+from qwen4jax.serve.warm_up import new_engine, new_scoring, warm_up
+
+# seconds after which an idle thread says again that it lives
+_IDLE = 0.5
+_Say = Callable[[str], None]
+
+
+class Phase(enum.Enum):
+    """What the thread does; by its value it is spoken of."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class DeviceLoop:
+    """Runs jobs on the device.
+
+    One turn of its loop takes what has come, drops what has ended, admits what there is room for,
+    and does one step: a chunk of one kind of prompt, and a round of all running streams. So no
+    stream waits longer than a chunk for its next round, whatever else is asked for.
+
+    Attributes:
+        phase: what it does.
+        detail: progress while it loads, or why it failed.
+        beat: when it last began a turn, by `time.monotonic`.
+        served: the model; None while it loads.
+        last_fault: the last round that failed or sample that was not finite.
+    """
+
+    def __init__(self, load: Callable[[], Served], *, slots: int, queue: int, metrics: Metrics):
+        """A loop that has not started.
+
+        Args:
+            load: reads the model; called in the thread.
+            slots: samples that run together.
+            queue: samples and scores that wait.
+            metrics: to keep.
+        """
+        self.phase, self.detail = Phase.LOADING, "not started"
+        self.beat = time.monotonic()
+        self.served: Served | None = None
+        self.last_fault = ""
+        self._load, self._slots, self._queue, self._metrics = load, slots, queue, metrics
+        metrics.compile_seconds.set_function(lambda: clock.seconds)
+        metrics.compiled_programs.set_function(lambda: clock.programs)
+        self._wake = threading.Condition()
+        # guarded by _wake
+        self._inbox: list[Job] = []
+        self._jobs: set[Job] = set()
+        self._held = 0
+        # the thread's own
+        self._engine: Engine | None = None
+        self._numbers = itertools.count()
+        self._waiting: collections.deque[tuple[GenerateJob, int]] = collections.deque()
+        self._live: dict[int, tuple[GenerateJob, int]] = {}
+        self._scores: collections.deque[ScoreJob] = collections.deque()
+        self._scoring: tuple[ScoreJob, Scoring] | None = None
+        self._score_next = False
+        self._last_token: dict[int, float] = {}
+
+    def start(self) -> None:
+        """Starts the thread; the process may end while it runs."""
+        threading.Thread(target=self._run, name="device", daemon=True).start()
+
+    @property
+    def held(self) -> int:
+        """Samples and scores that were accepted and have not ended."""
+        return self._held
+
+    def progress(self, detail: str) -> None:
+        """Says how far loading is, without a line in the log."""
+        self.detail = detail
+
+    def submit(self, job: Job) -> None:
+        """Accepts a job.
+
+        Raises:
+            CallError: UNAVAILABLE while it does not serve, RESOURCE_EXHAUSTED if the queue is full.
+        """
+        with self._wake:
+            if self.phase is not Phase.SERVING:
+                raise unavailable(f"the server is {self.phase.value}: {self.detail}")
+            if self._held + job.places > self._slots + self._queue:
+                raise CallError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"the queue is full: {self._held} requests run or wait, and there are "
+                    f"{self._slots} slots and {self._queue} places to wait in",
+                )
+            self._held += job.places
+            self._jobs.add(job)
+            self._inbox.append(job)
+            self._wake.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Says that nobody waits for the job: what it holds is free at the next turn."""
+        with self._wake:
+            job.cancelled = True
+            self._wake.notify()
+
+    def drain(self, detail: str) -> None:
+        """Accepts no more; what was accepted goes on."""
+        with self._wake:
+            if self.phase is not Phase.FAILED:
+                self.phase, self.detail = Phase.DRAINING, detail
+
+    def abandon(self, message: str) -> None:
+        """Ends every job as UNAVAILABLE, without waiting for the thread."""
+        with self._wake:
+            for job in self._jobs:
+                job.mailbox.put(unavailable(message))
+                job.cancelled = True
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            self._say("reading the checkpoint")
+            served = self._load()
+            engine = new_engine(served)
+            state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state))
+            self._metrics.state_bytes.set(state_bytes)
+            self._metrics.parameter_bytes.set(served.parameter_bytes)
+            warm_up(engine, served, self._say)
+            self._engine, self.served = engine, served
+            with self._wake:
+                if self.phase is Phase.LOADING:
+                    self.phase, self.detail = Phase.SERVING, ""
+            while True:
+                self._turn(served)
+        except Exception as error:
+            # before it serves, a wrong file or option is the usual reason: its message says which
+            known = self.served is None and isinstance(error, ValueError | TypeError | MemoryError)
+            event(f"failed: {error}", level=logging.ERROR, trace=not known)
+            self.phase, self.detail = Phase.FAILED, f"{type(error).__name__}: {error}"
+            self.abandon("the server has failed")
+
+    def _say(self, detail: str) -> None:
+        self.detail = detail
+        event(detail)
+
+    def _turn(self, served: Served) -> None:
+        with self._wake:
+            while not (self._inbox or self._held):
+                self.beat = time.monotonic()
+                self._wake.wait(_IDLE)
+            came, self._inbox = self._inbox, []
+        self.beat = time.monotonic()
+        for job in came:
+            if isinstance(job, GenerateJob):
+                self._waiting.extend((job, sample) for sample in range(len(job.requests)))
+            elif isinstance(job, ScoreJob):
+                self._scores.append(job)
+        self._drop_ended()
+        try:
+            self._step(served)
+        except Exception as error:
+            self._recover(served, error)
+
+    def _step(self, served: Served) -> None:
+        """Admits what there is room for; one step of everything that runs."""
+        engine = self._engine
+        assert engine is not None
+        while self._waiting and engine.free:
+            job, sample = self._waiting.popleft()
+            number = next(self._numbers)
+            engine.admit(number, job.requests[sample])
+            self._live[number] = job, sample
+            self._metrics.queue_time.observe(time.perf_counter() - job.accepted)
+            self._metrics.prompt_tokens.inc(len(job.requests[sample].ids))
+        self._count()
+        self._do_faults(engine)
+        feed = True
+        if self._scoring or self._scores:
+            # a chunk of a text or of a prompt, never both between two rounds
+            feed = not (self._score_next or not engine.feeding)
+            self._score_next = feed
+        if not feed:
+            self._score_step(served)
+        before = engine.rounds, engine.prefills
+        for delta in engine.advance(feed=feed):
+            self._deliver(delta)
+        self._metrics.rounds.inc(engine.rounds - before[0])
+        self._metrics.prefill_steps.inc(engine.prefills - before[1])
+        self._count()
+
+    def _score_step(self, served: Served) -> None:
+        if self._scoring is None:
+            job = self._scores.popleft()
+            self._scoring = job, new_scoring(served, job.ids, job.named)
+            self._metrics.prompt_tokens.inc(len(job.ids))
+        job, scoring = self._scoring
+        scoring.wait()
+        if not scoring.advance():
+            (score,) = scoring.scores()
+            job.mailbox.put(score)
+            self._end(job)
+
+    def _deliver(self, delta: Delta) -> None:
+        """Hands a burst to its job, and counts it."""
+        assert self._engine is not None
+        job, sample = self._live[delta.request]
+        metrics, now, count = self._metrics, time.perf_counter(), len(delta.token_ids)
+        metrics.generated_tokens.inc(count)
+        last = self._last_token.get(delta.request)
+        if last is None:
+            metrics.first_token.observe(now - job.accepted)
+        for _ in range(count if last is not None else 0):
+            metrics.inter_token.observe((now - (last or now)) / count)
+        self._last_token[delta.request] = now
+        if delta.finish_reason is None:
+            job.mailbox.put(Gain(sample, delta, None))
+            return
+        row = self._engine.finished.pop(delta.request)
+        del self._live[delta.request], self._last_token[delta.request]
+        if row.rounds:
+            metrics.tokens_per_round.observe((len(row.ids) - 1) / row.rounds)
+        if delta.finish_reason == "error":
+            metrics.non_finite.inc()
+            self._note(f"sample {sample} of {job.request_id}: logits were not finite")
+            self._end(job, internal(f"sample {sample}: logits were not finite"))
+            return
+        times = Times(
+            queue=row.times["admitted"][0] - job.accepted,
+            prefill=row.seconds("admitted", "first"),
+            decode=row.seconds("first", "last"),
+            rounds=row.rounds,
+        )
+        job.mailbox.put(Gain(sample, delta, times))
+        self._free(job, 1)
+
+    def _drop_ended(self) -> None:
+        """Ends jobs that nobody waits for and jobs whose deadline has passed."""
+        now = time.monotonic()
+        for job in tuple(self._jobs):
+            if job.cancelled:
+                self._end(job)
+            elif job.deadline is not None and now >= job.deadline:
+                late = "the deadline passed before the answer was complete"
+                self._end(job, CallError(grpc.StatusCode.DEADLINE_EXCEEDED, late))
+
+    def _end(self, job: Job, error: CallError | None = None) -> None:
+        """Ends a job: its slots and places are free, and it is told why if it failed."""
+        if error is not None:
+            job.mailbox.put(error)
+        self._waiting = collections.deque(pair for pair in self._waiting if pair[0] is not job)
+        self._scores = collections.deque(one for one in self._scores if one is not job)
+        if self._scoring is not None and self._scoring[0] is job:
+            self._scoring = None
+        for number in [n for n, (owner, _) in self._live.items() if owner is job]:
+            del self._live[number]
+            self._last_token.pop(number, None)
+            if self._engine is not None:
+                self._engine.cancel(number)
+                del self._engine.finished[number]
+        self._free(job, job.places)
+
+    def _free(self, job: Job, places: int) -> None:
+        with self._wake:
+            self._held -= places
+            job.places -= places
+            if not job.places:
+                self._jobs.discard(job)
+                # not yet looked at, and ended already
+                self._inbox = [one for one in self._inbox if one is not job]
+        self._count()
+
+    def _recover(self, served: Served, error: Exception) -> None:
+        """After a failed step: ends what ran, and goes on with an empty state.
+
+        The state was donated to the step, so nothing of it is left.
+
+        Raises:
+            Exception: the device cannot be used any more.
+        """
+        self._metrics.failed_rounds.inc()
+        event("a round failed", level=logging.ERROR, trace=True)
+        self._note(f"{type(error).__name__}: {error}")
+        # before the next one is made: there may be no room for two
+        self._engine = None
+        jobs: set[Job] = {job for job, _ in self._live.values()}
+        if self._scoring is not None:
+            jobs.add(self._scoring[0])
+        for job in jobs:
+            self._end(job, internal("the round of this request failed; the server goes on"))
+        engine = new_engine(served)
+        warm_up(engine, served, lambda detail: None)
+        self._engine = engine
+
+    def _do_faults(self, engine: Engine) -> None:
+        for row in tuple(engine.running.values()):
+            job, _ = self._live[row.number]
+            if job.fault is not None and (row.ids or not job.fault.needs_tokens):
+                fault, job.fault = job.fault, None
+                fault.happen(engine, row.slot)
+
+    def _note(self, fault: str) -> None:
+        self.last_fault = f"{time.strftime('%FT%TZ', time.gmtime())} {fault}"
+
+    def _count(self) -> None:
+        running = len(self._live)
+        self._metrics.running.set(running)
+        self._metrics.waiting.set(self._held - running)

@@ -1,0 +1,140 @@
+"""The engine and the thread around it, in this process: turns, shapes, a device that fails."""
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from qwen4jax.decode.batching import Engine, Sizes
+from qwen4jax.decode.requests import Request
+from qwen4jax.decode.sampling import Sampling
+from qwen4jax.serve.engine import DeviceLoop, Phase
+from qwen4jax.serve.errors import CallError
+from qwen4jax.serve.jobs import GenerateJob, Mailbox
+from qwen4jax.serve.metrics import Metrics
+from tests.decode.small import ids, mode, params
+from tests.serve.running import until
+
+SIZES = Sizes(slots=4, max_length=1024, drafts=3, chunk=64, rows=1, ends=((4, 16),))
+LONG = Sampling(temperature=0, max_new_tokens=900, ignore_eos=True)
+
+
+def engine() -> Engine:
+    return Engine(params(), SIZES, mode(), logprobs=True)
+
+
+def advance(one: Engine) -> list[Any]:
+    return list(one.advance())
+
+
+def request(length: int, options: Sampling = LONG) -> Request:
+    return Request(0, 0, tuple(ids(length)), options)
+
+
+@pytest.mark.parametrize(
+    ("left", "shape"), [(0, (4, 16)), (16, (4, 16)), (17, (1, 64)), (64, (1, 64)), (900, (1, 64))]
+)
+def test_steps_depend_on_the_prompt_alone(left: int, shape: tuple[int, int]):
+    assert SIZES.prefill_shape(left) == shape
+    assert dataclasses.replace(SIZES, slots=2).prefill_shape(left) == (min(shape[0], 2), shape[1])
+
+
+def test_turns():
+    """A round between any two chunks; prompts in turn; a cancelled request is gone at once."""
+    one = engine()
+    one.admit(0, request(5))
+    advance(one)
+    one.admit(1, request(300))
+    one.admit(2, request(200))
+    one.admit(3, request(7))
+    assert one.free == 0
+    begun: list[int] = []
+    for turn in itertools.count(1):
+        deltas = advance(one)
+        # the first stream has a burst in every turn but the first, whose round is in flight
+        assert turn == 1 or [d.request for d in deltas].count(0) == 1
+        begun += [d.request for d in deltas if d.request not in (0, *begun)]
+        if not one.feeding:
+            break
+    # 300 are 5 steps, 200 are 4, 7 one: the short one comes before the ends of the others
+    assert turn == 10
+    advance(one)
+    assert begun[0] == 3
+    with pytest.raises(StopIteration):
+        one.cancel(9)
+    one.cancel(1)
+    assert one.free == 1
+    assert one.finished[1].reason == "cancelled"
+    assert {d.request for d in advance(one)} <= {0, 2, 3}
+    one.admit(4, request(300))
+    one.cancel(4)
+    assert not one.feeding
+    # its slot is taken again while its last round is in flight
+    one.admit(5, request(5, dataclasses.replace(LONG, max_new_tokens=30)))
+    tokens: dict[int, list[int]] = {}
+    while 5 not in one.finished:
+        for delta in one.advance():
+            tokens.setdefault(delta.request, []).extend(delta.token_ids)
+    assert tokens[5] == one.running[0].ids[:30]
+    assert set(tokens) == {0, 2, 3, 5}
+
+
+def test_an_engine_told_not_to_feed():
+    """Has its rounds: a text to score takes the place of the chunk."""
+    one = engine()
+    one.admit(0, request(5))
+    advance(one)
+    one.admit(1, request(100))
+    fed, rounds = one.prefills, one.rounds
+    for _ in range(5):
+        list(one.advance(feed=False))
+    assert (one.prefills, one.rounds) == (fed, rounds + 5)
+
+
+def loop(load: Callable[[], Any]) -> DeviceLoop:
+    made = DeviceLoop(load, slots=1, queue=1, metrics=Metrics())
+    made.start()
+    return made
+
+
+def test_a_device_that_cannot_begin():
+    """It fails with the reason, and takes nothing."""
+
+    def load() -> Any:
+        raise ValueError("model.safetensors: is cut off")
+
+    async def main() -> None:
+        failed = loop(load)
+        until(lambda: failed.phase is Phase.FAILED)
+        assert failed.detail == "ValueError: model.safetensors: is cut off"
+        with pytest.raises(CallError, match="the server is failed: ValueError: model"):
+            failed.submit(GenerateJob("id", [request(5)], deadline=None))
+        failed.drain("told to")
+        assert failed.phase is Phase.FAILED
+
+    asyncio.run(main())
+
+
+def test_a_mailbox_takes_from_any_thread():
+    """All items, in order, however they come; taking waits for the first."""
+
+    async def main() -> None:
+        box: Mailbox[int] = Mailbox()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.take(), 0.01)
+
+        def fill(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                box.put(number)
+
+        filled = asyncio.to_thread(fill, range(1000))
+        task, got = asyncio.create_task(filled), []
+        while len(got) < 1000:
+            got += await box.take()
+        await task
+        assert got == list(range(1000))
+
+    asyncio.run(main())
