@@ -9,6 +9,7 @@ import functools
 import math
 import re
 import time
+import typing
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import numpy as np
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.checkpoint import survey
 from qwen4jax.weights.names import leaves
+from qwen4jax.weights.placement import Placement, check_pinned, pinned_array
 from qwen4jax.weights.progress import Meter, Progress
 from qwen4jax.weights.reader import Reader
 
@@ -64,6 +66,7 @@ def load(
     *,
     dtype: str | None = None,
     host_budget: int | str | None = None,
+    table: Placement = "device",
     progress: Progress | bool | None = None,
 ) -> Params:
     """Loads a Hugging Face checkpoint directory onto the default device.
@@ -74,6 +77,8 @@ def load(
             (float16 is held as float32). Quantised tensors never change.
         host_budget: host memory the loader may use, in bytes or as `"24GiB"`. It bounds what is
             staged on the way to an accelerator; on the CPU backend the parameters count as well.
+        table: where n-gram tables lie: on the `device`, or `pinned` in host memory, where the
+            GPU's kernel reads the few rows it needs. Pinned memory is not part of `host_budget`.
         progress: called with (bytes read, bytes in all); True shows a bar, False shows none, None
             shows one if standard error is a terminal.
 
@@ -83,10 +88,13 @@ def load(
     Raises:
         CheckpointError: the files do not hold the model; one message lists everything.
         ConfigError: `config.json` names no model that this package can run.
-        MemoryError: `host_budget` is too small; the message shows the arithmetic.
+        MemoryError: `host_budget` is too small, or the table cannot be pinned; the message shows
+            the arithmetic.
         ValueError: an argument is none of those described.
     """
-    return load_and_report(path, dtype=dtype, host_budget=host_budget, progress=progress)[0]
+    return load_and_report(
+        path, dtype=dtype, host_budget=host_budget, table=table, progress=progress
+    )[0]
 
 
 def load_and_report(
@@ -94,6 +102,7 @@ def load_and_report(
     *,
     dtype: str | None = None,
     host_budget: int | str | None = None,
+    table: Placement = "device",
     progress: Progress | bool | None = None,
 ) -> tuple[Params, LoadReport]:
     """As `load`, with an account of what was read."""
@@ -102,12 +111,17 @@ def load_and_report(
         dtype = np.dtype(dtype).name
         if dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: {dtype!r} is not 'bfloat16' or 'float32'")
+    if table not in typing.get_args(Placement):
+        raise ValueError(f"table: {table!r} is not 'device' or 'pinned'")
     budget = host_bytes(host_budget)
     found = survey(path, dtype=dtype)
     found.require()
     found.check_values()
     device = next(iter(jnp.zeros(()).devices()))
     stage = Stage(found.declared, budget, resident=device.platform == "cpu")
+    pinned = [t for t in tensors(found.declared) if table == "pinned" and _is_table(t)]
+    if table == "pinned":
+        check_pinned(pinned, device.platform)
     if not found.config.mtp_num_hidden_layers and found.notes:
         warnings.warn(f"{path}: {'; '.join(found.notes)}", stacklevel=3)
 
@@ -118,7 +132,10 @@ def load_and_report(
     with Meter(progress, total) as meter:
         meter.advance(sum(entries[name].nbytes for name in reader.read))
         arrays = [
-            stage.transfer(reader, where, leaf, meter) for where, leaf in leaves(found.declared)
+            fill_pinned(reader, where, leaf, meter, device)
+            if leaf in pinned
+            else stage.transfer(reader, where, leaf, meter)
+            for where, leaf in leaves(found.declared)
         ]
     reader.require_nothing_unread()
     report = LoadReport(
@@ -134,6 +151,21 @@ def load_and_report(
         seconds=time.monotonic() - began,
     )
     return jax.tree.structure(found.declared).unflatten(arrays), report
+
+
+def _is_table(leaf: Tensor) -> bool:
+    return leaf.axes[:1] == ("ngram_rows",)
+
+
+def fill_pinned(
+    reader: Reader, path: str, leaf: Tensor, meter: Meter, device: typing.Any
+) -> jax.Array:
+    """Reads one leaf into pinned host memory, without another copy of it."""
+    array, memory = pinned_array(leaf.shape, jnp.dtype(leaf.dtype), device)
+    step = max(1, _LARGEST_PART // max(1, _row_bytes(leaf)))
+    for first in range(0, leaf.shape[0], step):
+        meter.advance(reader.fill(memory[first : first + step], path, leaf, first))
+    return array
 
 
 class Stage:

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.ngram import NgramHash
@@ -75,7 +76,15 @@ def embed(
         eos: as `ngram_rows`.
         implementation: see `EMBED`; by default the fastest.
     """
+    if implementation is None and _in_host_memory(table):
+        # XLA's own gather would not read it from there
+        implementation = "triton"
     return EMBED.run(implementation, ids.size, table, ids, hash, dtype, eos=eos)
+
+
+def _in_host_memory(table: Any) -> bool:
+    spaces = [jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(table)]
+    return jax.memory.Space.Host in spaces
 
 
 def mix(
