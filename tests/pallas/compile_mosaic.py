@@ -4,6 +4,7 @@ Run in a process of its own: `python compile_mosaic.py TARGET`, with MOSAIC_GPU_
 that the assembler's report of each kernel is printed.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -28,9 +29,10 @@ def main(target: str) -> None:
     def array(*shape: int, dtype=BF16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 
-    def compiled(f, *args):
-        with registry.using("mosaic_hopper", device="NVIDIA H200"):
-            return jax.jit(f).lower(*args).compile()
+    def assemble(f, *args, implementation="mosaic_hopper"):
+        run = functools.partial(f, implementation=implementation)
+        with registry.using(device="NVIDIA H200"):
+            jax.jit(run).lower(*args).compile()
 
     for rows, outputs, inputs, dtype in (
         (4, (10240, 6144, 48, 48), 2560, BF16),
@@ -40,20 +42,18 @@ def main(target: str) -> None:
     ):
         weights = tuple(array(o, inputs) for o in outputs)
         dtypes = (dtype,) * len(weights)
-        compiled(
-            lambda x, w, t=dtypes: projections(x, w, out_dtypes=t), array(rows, inputs), weights
-        )
-    norm, down, up, inject = (array(10240), array(320, 10240), array(10240, 320), array(4, 10240))
-    for rows, final in ((4, False), (32, True)):
-        pending = None if final else (array(rows, 1, 4, dtype=F32), array(rows, 1, 2560))
-        compiled(
-            lambda *given: boundary(*given, eps=1e-6),
+        assemble(functools.partial(projections, out_dtypes=dtypes), array(rows, inputs), weights)
+    norm, down, up, inject = array(10240), array(320, 10240), array(10240, 320), array(4, 10240)
+    for name, rows, final in (("", 4, False), ("", 32, True), ("_direct", 4, False)):
+        assemble(
+            functools.partial(boundary, eps=1e-6),
             array(rows, 1, 4, 2560),
-            pending,
+            None if final else (array(rows, 1, 4, dtype=F32), array(rows, 1, 2560)),
             norm,
             down,
             up,
             None if final else inject,
+            implementation=f"mosaic_hopper{name}",
         )
 
 

@@ -3,20 +3,24 @@
 with simulated():
     step(..., implementation="mosaic_hopper")
 
-What it cannot do, kernels are asked in another way: it has no semaphores, so that stages that wait
-for each other in one launch run one after the other.
+It has no semaphores, so that the stages of the gated residual's boundary, which wait for each other
+in one launch, are launched here one after the other.
 """
 
 import contextlib
 import io
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import jax
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen4jax.pallas import registry
-from qwen4jax.pallas.gated_residual import mosaic_hopper as gated_residual
+from qwen4jax.pallas.gated_residual import mosaic_hopper, mosaic_stages
+from qwen4jax.pallas.gated_residual.mosaic_sizes import Sizes
 
 
 @contextlib.contextmanager
@@ -26,9 +30,42 @@ def simulated() -> Iterator[None]:
     with (
         registry.using(device="NVIDIA H200"),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-        mock.patch.object(gated_residual, "boundary", gated_residual.boundary_parts),
+        mock.patch.object(mosaic_hopper, "stages_of", _one_after_the_other),
         contextlib.redirect_stdout(printed),
     ):
         yield
         jax.effects_barrier()
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
+
+
+def _one_after_the_other(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:
+    """A launch for each stage of the boundary."""
+    outs = {name: of for name, of in z.outs().items() if of is not None}
+
+    def nothing() -> None:
+        pass
+
+    def project(refs):
+        mosaic_stages.project(z, lax.axis_index("block"), refs, nothing, nothing)
+
+    def add_up(refs):
+        unit = lax.axis_index("block")
+        if z.sums:
+            pl.when(unit < z.sums)(lambda: mosaic_stages.add_up(z, unit, refs))
+        if z.injects:
+            add = mosaic_stages.add_up_inject
+            pl.when(unit >= z.sums)(lambda: add(z, unit - z.sums, refs))
+
+    def mix(refs):
+        mosaic_stages.mix(z, lax.axis_index("block"), refs, nothing)
+
+    known = dict(given)
+    for body, units, names in (
+        (project, z.projects, ("partial", "squares")),
+        (add_up, z.sums + z.injects, ("low", "wanted")),
+        (mix, z.mixes, ("settled", "x")),
+    ):
+        made = {name: outs[name] for name in names if name in outs}
+        if made:
+            known |= mosaic_hopper.launch(z, body, units, known, made, body.__name__)
+    return known

@@ -37,6 +37,15 @@ def _refuses_mosaic(
     return None
 
 
+def _refuses_mosaic_direct(streams: Any, *args: Any, **kwargs: Any) -> str | None:
+    if (rows := streams.shape[0] * streams.shape[1]) > 8:
+        return f"takes 1 to 8 rows, not {rows}"
+    return _refuses_mosaic(streams, *args, **kwargs)
+
+
+_MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
+_HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
+
 BOUNDARY = Operation(
     "gated_residual.boundary",
     {
@@ -46,11 +55,10 @@ BOUNDARY = Operation(
             needs=("triton",),
             refuses=_refuses,
         ),
-        "mosaic_hopper": Kernel(
-            "qwen4jax.pallas.gated_residual.mosaic_hopper.boundary",
-            devices=r"H100|H200|GH200",
-            devices_text="a Hopper GPU",
-            refuses=_refuses_mosaic,
+        "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
+        # with one semaphore less, and more to read
+        "mosaic_hopper_direct": Kernel(
+            f"{_MOSAIC}.boundary_direct", refuses=_refuses_mosaic_direct, **_HOPPER
         ),
     },
 )

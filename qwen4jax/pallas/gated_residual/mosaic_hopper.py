@@ -8,8 +8,8 @@ them fit in the shared memory of the chip: 80 CTAs hold a tile of 64 features by
 at a semaphore. The 80 wait for nobody and the 40 are far fewer than there are multiprocessors, so
 that they cannot keep each other from running, whatever else does.
 
-Up to `DIRECT_ROWS` every CTA of the last stage adds up the slices' sums for itself (164 KB from the
-L2 cache); beyond, some of them do it for all, and a second semaphore says so.
+The low-rank features are the sums of 16 slices (164 KB at 8 tokens). A few CTAs of the last stage
+add them up for all and say so at a second semaphore; or, `direct`, each does it for itself.
 
 Order of sums: columns of a slice in wgmma, slices of a stream, streams. No atomics on floats.
 """
@@ -24,24 +24,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen4jax.pallas.gated_residual import mosaic_stages as stages
-from qwen4jax.pallas.gated_residual.mosaic_stages import Sizes
-
-DIRECT_ROWS = 8  # up to which each CTA adds up all low-rank features
+from qwen4jax.pallas.gated_residual.mosaic_sizes import Sizes
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
-    return run(streams, pending, norm, down, up, inject, eps=eps, fused=True)
+    return _run(streams, pending, norm, down, up, inject, eps=eps, direct=False)
 
 
-def boundary_parts(streams, pending, norm, down, up, inject, *, eps):
-    """The same stages, a launch for each: for the simulator, which has no semaphores."""
-    return run(streams, pending, norm, down, up, inject, eps=eps, fused=False)
+def boundary_direct(streams, pending, norm, down, up, inject, *, eps):
+    """The same with one semaphore less, for few rows."""
+    return _run(streams, pending, norm, down, up, inject, eps=eps, direct=True)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "fused"))
-def run(streams, pending, norm, down, up, inject, *, eps: float, fused: bool):
-    """`boundary`, in one launch or in parts."""
+@functools.partial(jax.jit, static_argnames=("eps", "direct"))
+def _run(streams, pending, norm, down, up, inject, *, eps: float, direct: bool):
+    # compiled apart, so that a program with many boundaries lowers one
     *batch, count, hidden = streams.shape
     rows = batch[0] * batch[1]
     z = Sizes(
@@ -51,7 +49,7 @@ def run(streams, pending, norm, down, up, inject, *, eps: float, fused: bool):
         rank=down.shape[0],
         pending=pending is not None,
         inject=inject is not None,
-        direct=rows <= DIRECT_ROWS,
+        direct=direct,
         eps=eps,
     )
     given = {"streams": streams.reshape(rows, -1), "down": down, "up": up}
@@ -62,13 +60,13 @@ def run(streams, pending, norm, down, up, inject, *, eps: float, fused: bool):
         weights, y = pending
         given["weights"] = weights.astype(jnp.float32).reshape(rows, -1)
         given["y"] = y.reshape(rows, -1)
-    out = _fused(z, given) if fused else _parts(z, given)
+    out = stages_of(z, given)
     settled = streams if pending is None else out["settled"].reshape(streams.shape)
     wanted = None if inject is None else out["wanted"].reshape(*batch, count)
     return settled, out["x"].reshape(*batch, hidden), wanted
 
 
-def _fused(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:
+def stages_of(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:
     """All stages in one launch."""
 
     def body(refs):
@@ -106,7 +104,7 @@ def _fused(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:
                     _await(injected, z.slices)
                     stages.add_up_inject(z, unit, refs)
 
-    return _launch(z, body, z.projects + z.mixes, given, z.outs(), "boundary")
+    return launch(z, body, z.projects + z.mixes, given, z.outs(), "boundary")
 
 
 def _await(semaphore: Any, count: int) -> None:
@@ -117,47 +115,7 @@ def _signal(semaphore: Any) -> None:
     plgpu.semaphore_signal(semaphore, memory_scope="gpu")
 
 
-def _nothing() -> None:
-    pass
-
-
-def _parts(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:
-    """A launch for each stage."""
-    outs = {name: of for name, of in z.outs().items() if of is not None}
-
-    def project(refs):
-        stages.project(z, lax.axis_index("block"), refs, _nothing, _nothing)
-
-    def add_up(refs):
-        unit = lax.axis_index("block")
-        if z.sums:
-
-            @pl.when(unit < z.sums)
-            def _():
-                stages.add_up(z, unit, refs)
-
-        if z.injects:
-
-            @pl.when(unit >= z.sums)
-            def _():
-                stages.add_up_inject(z, unit - z.sums, refs)
-
-    def mix(refs):
-        stages.mix(z, lax.axis_index("block"), refs, _nothing)
-
-    known = dict(given)
-    for body, units, names in (
-        (project, z.projects, ("partial", "squares")),
-        (add_up, z.sums + z.injects, ("low", "wanted")),
-        (mix, z.mixes, ("settled", "x")),
-    ):
-        made = {name: outs[name] for name in names if name in outs}
-        if made:
-            known |= _launch(z, body, units, known, made, f"boundary_{body.__name__}")
-    return known
-
-
-def _launch(z, body, units, given, outs, name) -> dict[str, Any]:
+def launch(z, body, units, given, outs, name) -> dict[str, Any]:
     """Runs `body` on `units` CTAs, with what is given and what it makes by name."""
 
     def kernel(given, out):
