@@ -77,7 +77,8 @@ class DeviceLoop:
         self._waiting: collections.deque[tuple[GenerateJob, int]] = collections.deque()
         self._live: dict[int, tuple[GenerateJob, int]] = {}
         self._scores: collections.deque[ScoreJob] = collections.deque()
-        self._scoring: tuple[ScoreJob, Scoring] | None = None
+        self._scoring: ScoreJob | None = None
+        self._text: Scoring | None = None
         self._score_next = False
         self._last_token: dict[int, float] = {}
 
@@ -173,10 +174,15 @@ class DeviceLoop:
             elif isinstance(job, ScoreJob):
                 self._scores.append(job)
         self._drop_ended()
+        failure = ""
         try:
             self._step(served)
         except Exception as error:
-            self._recover(served, error)
+            event("a round failed", level=logging.ERROR, trace=True)
+            failure = f"{type(error).__name__}: {error}"
+        # not in the handler: the exception's frames hold the old state, and its memory
+        if failure:
+            self._recover(served, failure)
 
     def _step(self, served: Served) -> None:
         """Admits what there is room for; one step of everything that runs."""
@@ -185,8 +191,9 @@ class DeviceLoop:
         while self._waiting and engine.free:
             job, sample = self._waiting.popleft()
             number = next(self._numbers)
-            engine.admit(number, job.requests[sample])
+            # first, so that it ends with the others if it cannot be admitted
             self._live[number] = job, sample
+            engine.admit(number, job.requests[sample])
             self._metrics.queue_time.observe(time.perf_counter() - job.accepted)
             self._metrics.prompt_tokens.inc(len(job.requests[sample].ids))
         self._count()
@@ -207,13 +214,14 @@ class DeviceLoop:
 
     def _score_step(self, served: Served) -> None:
         if self._scoring is None:
-            job = self._scores.popleft()
-            self._scoring = job, new_scoring(served, job.ids, job.named)
-            self._metrics.prompt_tokens.inc(len(job.ids))
-        job, scoring = self._scoring
-        scoring.wait()
-        if not scoring.advance():
-            (score,) = scoring.scores()
+            self._scoring = self._scores.popleft()
+            self._text = new_scoring(served, self._scoring.ids, self._scoring.named)
+            self._metrics.prompt_tokens.inc(len(self._scoring.ids))
+        job, text = self._scoring, self._text
+        assert text is not None
+        text.wait()
+        if not text.advance():
+            (score,) = text.scores()
             job.mailbox.put(score)
             self._end(job)
 
@@ -225,9 +233,12 @@ class DeviceLoop:
         metrics.generated_tokens.inc(count)
         last = self._last_token.get(delta.request)
         if last is None:
-            metrics.first_token.observe(now - job.accepted)
-        for _ in range(count if last is not None else 0):
-            metrics.inter_token.observe((now - (last or now)) / count)
+            # of logits that are not finite there is no token
+            if count:
+                metrics.first_token.observe(now - job.accepted)
+        else:
+            for _ in range(count):
+                metrics.inter_token.observe((now - last) / count)
         self._last_token[delta.request] = now
         if delta.finish_reason is None:
             job.mailbox.put(Gain(sample, delta, None))
@@ -253,7 +264,9 @@ class DeviceLoop:
     def _drop_ended(self) -> None:
         """Ends jobs that nobody waits for and jobs whose deadline has passed."""
         now = time.monotonic()
-        for job in tuple(self._jobs):
+        with self._wake:
+            jobs = tuple(self._jobs)
+        for job in jobs:
             if job.cancelled:
                 self._end(job)
             elif job.deadline is not None and now >= job.deadline:
@@ -266,8 +279,8 @@ class DeviceLoop:
             job.mailbox.put(error)
         self._waiting = collections.deque(pair for pair in self._waiting if pair[0] is not job)
         self._scores = collections.deque(one for one in self._scores if one is not job)
-        if self._scoring is not None and self._scoring[0] is job:
-            self._scoring = None
+        if self._scoring is job:
+            self._scoring = self._text = None
         for number in [n for n, (owner, _) in self._live.items() if owner is job]:
             del self._live[number]
             self._last_token.pop(number, None)
@@ -286,7 +299,7 @@ class DeviceLoop:
                 self._inbox = [one for one in self._inbox if one is not job]
         self._count()
 
-    def _recover(self, served: Served, error: Exception) -> None:
+    def _recover(self, served: Served, failure: str) -> None:
         """After a failed step: ends what ran, and goes on with an empty state.
 
         The state was donated to the step, so nothing of it is left.
@@ -295,13 +308,12 @@ class DeviceLoop:
             Exception: the device cannot be used any more.
         """
         self._metrics.failed_rounds.inc()
-        event("a round failed", level=logging.ERROR, trace=True)
-        self._note(f"{type(error).__name__}: {error}")
+        self._note(failure)
         # before the next one is made: there may be no room for two
         self._engine = None
         jobs: set[Job] = {job for job, _ in self._live.values()}
         if self._scoring is not None:
-            jobs.add(self._scoring[0])
+            jobs.add(self._scoring)
         for job in jobs:
             self._end(job, internal("the round of this request failed; the server goes on"))
         engine = new_engine(served)

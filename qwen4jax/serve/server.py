@@ -105,7 +105,8 @@ class Server:
             else:
                 port = server.add_secure_port(address, secrets)
         except RuntimeError:
-            raise OptionsError(f"--port: cannot listen on {address}; is it taken?") from None
+            why = "is it taken?" if secrets is None else "is it taken, or a PEM file wrong?"
+            raise OptionsError(f"--port: cannot listen on {address}; {why}") from None
         metrics_port = options.metrics_port
         if metrics_port is not None:
             try:

@@ -126,7 +126,7 @@ def _prompt(request: Any, served: Served) -> tuple[str, list[int]]:
 
 
 def _chat_ids(chat: pb.Chat, tokenizer: Tokenizer) -> list[int]:
-    arguments = _whole_numbers(MessageToDict(chat.template_arguments))
+    arguments = _plain(MessageToDict(chat.template_arguments))
     for name in _NOT_FOR_TEMPLATES & set(arguments):
         raise invalid(f"chat.template_arguments: {name!r} has a field of its own")
     opening = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
@@ -140,12 +140,12 @@ def _chat_ids(chat: pb.Chat, tokenizer: Tokenizer) -> list[int]:
         raise invalid(f"chat.{error}") from None
 
 
-def _whole_numbers(value: Any) -> Any:
-    """JSON of a protobuf Struct, which knows floats only, with its integers back."""
+def _plain(value: Any) -> Any:
+    """JSON of a protobuf Struct, which has floats only and no order, the same each time."""
     if isinstance(value, dict):
-        return {name: _whole_numbers(item) for name, item in value.items()}
+        return {name: _plain(value[name]) for name in sorted(value)}
     if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
+        return [_plain(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

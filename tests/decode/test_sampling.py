@@ -18,7 +18,7 @@ DRAWS = 131072
 LOGITS = np.random.default_rng(7).normal(size=VOCAB).astype(np.float32) * 1.5
 GREEDY = Sampling(temperature=0)
 
-run = jax.jit(sample, static_argnames="logprobs")
+run = jax.jit(sample, static_argnames=("logprobs", "top"))
 
 
 def expected(
@@ -343,6 +343,14 @@ def test_logprobs_are_of_the_raw_logits():
     raw = np.log(expected(LOGITS, Sampling()))
     np.testing.assert_allclose(out.logprobs, raw[np.asarray(out.ids)], rtol=1e-5)
     assert run(tile(LOGITS, 1, 8), positions, positions, controls, logprobs=False).logprobs is None
+    assert out.top_ids is out.top_logprobs is None
+    # the alternatives are the model's too, of a tie the lower id first
+    tied = np.where(np.arange(VOCAB) == 3, LOGITS.max(), LOGITS)
+    best = run(tile(tied, 1, 8), positions, positions, controls, top=3)
+    order = np.lexsort((np.arange(VOCAB), -tied))[:3]
+    raw = np.log(expected(tied, Sampling()))
+    assert (np.asarray(best.top_ids) == order).all()
+    np.testing.assert_allclose(best.top_logprobs, tile(raw[order], 1, 8), rtol=1e-5)
 
 
 OPTIONS: dict[str, Any] = dict(

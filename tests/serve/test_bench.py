@@ -26,8 +26,9 @@ def loaded() -> Any:
 def test_a_line_per_concurrency(server: RunningServer, tmp_path: Path):
     sizes = "--concurrency 1,3 --requests 6 --prompt-tokens 20 --output-tokens 12 --spread 0.25"
     command = [sys.executable, "-m", "bench.serve", "--target", server.target, *sizes.split()]
+    drawn = importlib.util.find_spec("matplotlib") is not None
     done = subprocess.run(
-        [*command, "--out", str(tmp_path), "--plot"],
+        [*command, "--out", str(tmp_path), *(["--plot"] if drawn else [])],
         cwd=ROOT,
         env=os.environ,
         capture_output=True,
@@ -44,7 +45,7 @@ def test_a_line_per_concurrency(server: RunningServer, tmp_path: Path):
         assert line["interactivity"] == pytest.approx(1e3 / line["inter_token_p90_ms"], rel=0.01)
         assert line["output_tokens_per_s"] > 0
         assert 1 <= line["tokens_per_round"] <= 4
-    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+    assert not drawn or (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_figures_of_known_calls():

@@ -3,14 +3,17 @@
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
-from qwen4jax.decode.batching import Engine, Sizes
+from qwen4jax.decode.batching import Delta, Engine, Sizes
 from qwen4jax.decode.requests import Request
 from qwen4jax.decode.sampling import Sampling
+from qwen4jax.serve import engine as engine_module
 from qwen4jax.serve.engine import DeviceLoop, Phase
 from qwen4jax.serve.errors import CallError
 from qwen4jax.serve.jobs import GenerateJob, Mailbox
@@ -114,6 +117,93 @@ def test_a_device_that_cannot_begin():
             failed.submit(GenerateJob("id", [request(5)], deadline=None))
         failed.drain("told to")
         assert failed.phase is Phase.FAILED
+
+    asyncio.run(main())
+
+
+class FakeEngine:
+    """Answers each request with one token, and fails where it is told to."""
+
+    def __init__(self):
+        self.state, self.rounds, self.prefills, self.feeding = jnp.zeros(3), 0, 0, False
+        self.running: dict[int, Any] = {}
+        self.finished: dict[int, Any] = {}
+
+    @property
+    def free(self) -> int:
+        return 1 - len(self.running)
+
+    def admit(self, number: int, asked: Request) -> None:
+        if asked.ids == (666,):
+            raise RuntimeError("no memory for it")
+        self.running[number] = types.SimpleNamespace(number=number, ids=[], slot=0)
+
+    def advance(self, *, feed: bool) -> Iterator[Delta]:
+        for number, row in tuple(self.running.items()):
+            row.ids, row.rounds, row.times = [7], 0, {"admitted": (0.0, 0.0)}
+            row.seconds = lambda start, end: 0.0
+            self.finished[number] = self.running.pop(number)
+            yield Delta(number, [7], [-0.5], "a", "length")
+
+    def cancel(self, number: int) -> None:
+        self.finished[number] = self.running.pop(number)
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """The engines that a loop makes; of a model that is broken only the first."""
+    made: list[FakeEngine] = []
+
+    def new(served: Any) -> FakeEngine:
+        if served.broken and made:
+            raise RuntimeError("the device is gone")
+        made.append(FakeEngine())
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "new_engine", new)
+    monkeypatch.setattr(engine_module, "warm_up", lambda engine, served, say: None)
+    return made
+
+
+async def end_of(job: GenerateJob) -> Any:
+    return (await asyncio.wait_for(job.mailbox.take(), 30))[-1]
+
+
+def test_what_cannot_be_admitted_ends_and_the_next_is_served(faked: list[FakeEngine]):
+    async def main() -> None:
+        serving = loop(lambda: types.SimpleNamespace(parameter_bytes=1, broken=False))
+        until(lambda: serving.phase is Phase.SERVING)
+        bad = GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None)
+        good = GenerateJob("good", [request(3)], deadline=None)
+        serving.submit(bad)
+        serving.submit(good)
+        error = await end_of(bad)
+        assert isinstance(error, CallError)
+        assert error.message == "the round of this request failed; the server goes on"
+        assert (await end_of(good)).delta.token_ids == [7]
+        until(lambda: serving.held == 0)
+        assert len(faked) == 2
+        assert "no memory for it" in serving.last_fault
+
+    asyncio.run(main())
+
+
+def test_a_device_that_does_not_come_back(faked: list[FakeEngine]):
+    """All that was accepted is told, and the phase says that the process has to go."""
+
+    async def main() -> None:
+        failing = loop(lambda: types.SimpleNamespace(parameter_bytes=1, broken=True))
+        until(lambda: failing.phase is Phase.SERVING)
+        bad = GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None)
+        behind = GenerateJob("behind", [request(3)], deadline=None)
+        failing.submit(bad)
+        failing.submit(behind)
+        assert (await end_of(bad)).code.name == "INTERNAL"
+        assert (await end_of(behind)).code.name == "UNAVAILABLE"
+        until(lambda: failing.phase is Phase.FAILED)
+        assert failing.detail == "RuntimeError: the device is gone"
+        with pytest.raises(CallError, match="the server is failed"):
+            failing.submit(behind)
 
     asyncio.run(main())
 

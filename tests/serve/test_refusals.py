@@ -1,6 +1,5 @@
 """What is wrong with a call is said by a status that names the field; the next call works."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -150,13 +149,6 @@ def test_a_message_that_is_too_large(client: Client):
 
 def test_chats_that_are_wrong(client: Client):
     hello = {"role": "user", "content": "Hello"}
-    late = [hello, {"role": "system", "content": "late"}]
-    with pytest.raises(ServerError, match=r"INVALID_ARGUMENT: chat: .*must be at the beginning"):
-        client.generate(late)
     with pytest.raises(ServerError, match=r"INVALID_ARGUMENT: chat\.template_arguments: 'templ"):
         client.generate([hello], template_arguments={"template": "x"})
-    with pytest.raises(ServerError) as caught:
-        client.generate(late)
-    # where the server keeps its files is its own business
-    assert "/" not in caught.value.message
-    assert dataclasses.is_dataclass(client.generate([hello], max_new_tokens=1))
+    assert client.generate([hello], max_new_tokens=1).token_ids
