@@ -7,13 +7,13 @@ from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
-from qwen4jax.pallas.compress_and_store import compress, prepare, store
+from qwen4jax.pallas.compress_and_store import Gains, prepare_and_store
 from qwen4jax.pallas.index_score import index_score
-from qwen4jax.pallas.index_topk import index_topk
+from qwen4jax.pallas.index_topk import best_of, index_topk
 from qwen4jax.pallas.skinny_matmul import projections, skinny_matmul
 from qwen4jax.pallas.sparse_attention import sparse_attention
-from qwen4jax.params import Indexer, SparseAttention
-from qwen4jax.span import Span, physical
+from qwen4jax.params import SparseAttention
+from qwen4jax.span import Span
 from qwen4jax.state import AttentionCache
 
 
@@ -42,8 +42,6 @@ def attention(
     Returns:
         The output, the cache, and the indices of the tokens attended to.
     """
-    heads, channels = config.num_attention_heads, config.head_dim
-    eps = config.rms_norm_eps
     index_qk_proj = params.indexer.index_qk_proj
     if selected is not None:
         # with the tokens given, the query rows of the projection are not read
@@ -54,48 +52,41 @@ def attention(
             (params.q_proj, params.k_proj, params.v_proj, index_qk_proj),
             (params.q_proj_bias, params.k_proj_bias, params.v_proj_bias, None),
         )
-    cache, selected = _select(params.indexer, config, index_qk, cache, span, selected)
-    capture("indexer.selected", selected)
-    query_gate = query_gate.reshape(*x.shape[:2], heads, 2, channels)
-    key = key.reshape(*x.shape[:2], config.num_key_value_heads, channels)
-    value = value.reshape(key.shape)
+    heads = lambda y, *shape: y.reshape(*x.shape[:2], *shape)  # noqa: E731
+    channels, indexer = config.head_dim, params.indexer
     with jax.named_scope("compress_and_store"):
-        query = prepare(query_gate[:, :, :, 0], params.q_norm, span, eps=eps)
-        cache = store(cache, prepare(key, params.k_norm, span, eps=eps), value, span)
+        cache, query, gate, index_query = prepare_and_store(
+            cache,
+            heads(query_gate, config.num_attention_heads, 2, channels),
+            heads(key, config.num_key_value_heads, channels),
+            heads(value, config.num_key_value_heads, channels),
+            heads(index_qk, -1, config.indexer_head_dim),
+            Gains(params.q_norm, params.k_norm, indexer.q_layernorm, indexer.k_layernorm),
+            span,
+            ratio=config.indexer_compress_ratio,
+            eps=config.rms_norm_eps,
+        )
+    if selected is None:
+        selected = _select(config, index_query, cache, span)
+    capture("indexer.selected", selected)
     with jax.named_scope("sparse_attention"):
-        slots = physical(span.page_table, selected, cache.key.shape[1])
-        gate = query_gate[:, :, :, 1]
-        mixed = sparse_attention(query, gate, cache.key, cache.value, slots)
+        mixed = sparse_attention(query, gate, cache.key, cache.value, selected, span.page_table)
     with jax.named_scope("attention_projections"):
         return skinny_matmul(mixed, params.o_proj, params.o_proj_bias), cache, selected
 
 
 def _select(
-    params: Indexer,
-    config: Config,
-    index_qk: Float[Array, "B T QK"],
-    cache: AttentionCache,
-    span: Span,
-    selected: Int[Array, "B T M"] | None,
-) -> tuple[AttentionCache, Int[Array, "B T M"]]:
-    """Stores the span's index keys, last in `index_qk`; chooses tokens unless they are given."""
-    channels, ratio, eps = (
-        config.indexer_head_dim,
-        config.indexer_compress_ratio,
-        config.rms_norm_eps,
-    )
-    with jax.named_scope("compress_and_store"):
-        raw_key = index_qk[..., -channels:]
-        cache = compress(cache, raw_key, params.k_layernorm, span, ratio=ratio, eps=eps)
-        if selected is not None:
-            return cache, selected
-        query = index_qk[..., :-channels].reshape(*index_qk.shape[:2], -1, channels)
-        query = prepare(query, params.q_layernorm, span, eps=eps)
+    config: Config, query: Float[Array, "B T Q I"], cache: AttentionCache, span: Span
+) -> Int[Array, "B T M"]:
+    """The tokens that the indexer chooses for each query."""
+    width = cache.index_key.shape[1] * span.page_table.shape[1]
+    group = best_of(width)
     with jax.named_scope("index_score"):
-        scores = index_score(query, cache.index_key, span.page_table, span.complete)
+        found = index_score(query, cache.index_key, span.page_table, span.complete, group=group)
+        scores, best = found if isinstance(found, tuple) else (found, None)
     with jax.named_scope("index_topk"):
-        chosen = index_topk(scores, span.index, blocks=config.index_blocks, ratio=ratio)
-    return cache, chosen
+        blocks, ratio = config.index_blocks, config.indexer_compress_ratio
+        return index_topk(scores, span.index, best, blocks=blocks, ratio=ratio)
 
 
 class FrozenSelection(struct.PyTreeNode):

@@ -238,7 +238,8 @@ class broken_ties:
     def __exit__(self, *exception: object) -> None:
         self.patch.stop()
 
-    def select(self, scores: Any, index: Any, *, blocks: int, ratio: int) -> Any:
+    def select(self, scores: Any, index: Any, best: Any, *, blocks: int, ratio: int) -> Any:
+        del best  # of the scores before they change
         place = len(self.tied)
         ordered = -jnp.sort(-scores, axis=-1)
         if blocks < scores.shape[-1]:

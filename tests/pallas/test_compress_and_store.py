@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 
 from qwen4jax.pallas.cases import BF16
-from qwen4jax.pallas.compress_and_store import COMPRESS, PREPARE, STORE, compress, prepare, store
+from qwen4jax.pallas.compress_and_store import (
+    COMPRESS,
+    PREPARE,
+    PREPARE_AND_STORE,
+    STORE,
+    compress,
+    prepare,
+    prepare_and_store,
+    store,
+)
 from qwen4jax.pallas.compress_and_store.cases import CASES
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
@@ -139,6 +148,46 @@ def test_the_ring_is_read_before_it_is_written(implementation):
     changed = call(compress, inputs | {"cache": cache}, implementation)
     page = int(span.page_table[0, 0])
     assert np.abs(f64(changed.index_key[page, 0]) - f64(got.index_key[page, 0])).max() > 1e-3
+
+
+@over_cases(CASES, "prepare_and_store", PREPARE_AND_STORE)
+def test_all_at_once_is_each_of_them(case, implementation):
+    """Queries, gates and every byte of the cache, also where nothing is written."""
+    inputs = case.inputs()
+    cache, query, gate, index_query = call(prepare_and_store, inputs, implementation)
+    gains, span, old = inputs["gains"], inputs["span"], inputs["cache"]
+    norm = dict(span=span, eps=inputs["eps"])
+    gates = inputs["query_gate"]
+    raw_key = inputs["index_qk"][:, :, -1]
+    share = 2.0**-7 if query.dtype == BF16 else 3e-6
+
+    want = call(prepare, dict(x=gates[:, :, :, 0], norm=gains.query, **norm))
+    assert_matches(query, f64(want), share=share)
+    np.testing.assert_array_equal(_bytes(gate), _bytes(gates[:, :, :, 1]))
+    want = call(prepare, dict(x=inputs["index_qk"][:, :, :-1], norm=gains.index_query, **norm))
+    assert_matches(index_query, f64(want), share=share)
+
+    key = call(prepare, dict(x=inputs["key"], norm=gains.key, **norm))
+    want = call(store, dict(cache=old, key=key, value=inputs["value"], span=span))
+    assert_matches(cache.key, f64(want.key), share=share, steps=2.0)
+    np.testing.assert_array_equal(_bytes(cache.value), _bytes(want.value))
+    ratio = inputs["ratio"]
+    want = call(
+        compress, dict(cache=old, raw_key=raw_key, norm=gains.index_key, ratio=ratio, **norm)
+    )
+    assert_matches(cache.index_key, f64(want.index_key), share=share)
+    np.testing.assert_array_equal(_bytes(cache.ring), _bytes(want.ring))
+
+
+@pytest.mark.parametrize("implementation", PREPARE_AND_STORE)
+def test_all_at_once_saturates_e4m3(implementation):
+    """As `store` does, a NaN staying one."""
+    inputs = next(c for c in CASES if str(c) == "prepare_and_store-bfloat16_to_e4m3").inputs()
+    inputs["value"] = inputs["value"].at[0, 0].set(500.0).at[0, 1].set(-1e6).at[0, 2].set(jnp.nan)
+    cache = call(prepare_and_store, inputs, implementation)[0]
+    slot, size = np.asarray(inputs["span"].slot[0]), cache.value.shape[1]
+    for token, value in enumerate((448, -448, np.nan)):
+        np.testing.assert_array_equal(f64(cache.value[divmod(int(slot[token]), size)]), value)
 
 
 def _bytes(x) -> np.ndarray:

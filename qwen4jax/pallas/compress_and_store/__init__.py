@@ -1,15 +1,77 @@
 """Norm, rotation and cache writes of a sparse-attention layer's queries and keys."""
 
+from typing import NamedTuple
+
 from jaxtyping import Array, Float
 
-from qwen4jax.pallas.compress_and_store import reference
-from qwen4jax.pallas.registry import Operation
+from qwen4jax.pallas.compress_and_store import limits, reference
+from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.span import Span
 from qwen4jax.state import AttentionCache
 
 STORE = Operation("compress_and_store.store", {"reference": reference.store})
 COMPRESS = Operation("compress_and_store.compress", {"reference": reference.compress})
 PREPARE = Operation("compress_and_store.prepare", {"reference": reference.prepare})
+PREPARE_AND_STORE = Operation(
+    "compress_and_store.prepare_and_store",
+    {
+        "reference": reference.prepare_and_store,
+        "triton": Kernel(
+            "qwen4jax.pallas.compress_and_store.triton_kernels.prepare_and_store",
+            needs=("triton",),
+            refuses=limits.refuses,
+        ),
+    },
+)
+
+
+class Gains(NamedTuple):
+    """Gains minus one of a layer's norms."""
+
+    query: Float[Array, " C"]
+    key: Float[Array, " C"]
+    index_query: Float[Array, " I"]
+    index_key: Float[Array, " I"]
+
+
+def prepare_and_store(
+    cache: AttentionCache,
+    query_gate: Float[Array, "B T H 2 C"],
+    key: Float[Array, "B T K C"],
+    value: Float[Array, "B T K C"],
+    index_qk: Float[Array, "B T J I"],
+    gains: Gains,
+    span: Span,
+    *,
+    ratio: int,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[
+    AttentionCache,
+    Float[Array, "B T H C"],
+    Float[Array, "B T H C"],
+    Float[Array, "B T Q I"],
+]:
+    """All that lies between a layer's projections and its scores: `prepare`, `store`, `compress`.
+
+    Args:
+        cache: of the layer.
+        query_gate: each head's query and output gate, as projected.
+        key: neither normed nor rotated.
+        value: as stored.
+        index_qk: index queries and, last, the index key; the queries may be missing.
+        gains: of the norms.
+        span: places.
+        ratio: tokens in a block.
+        eps: of the norms.
+        implementation: see `PREPARE_AND_STORE`; by default the fastest.
+
+    Returns:
+        The cache, the queries normed and rotated, the gates, and the index queries, `Q = J - 1`.
+    """
+    rows = query_gate.shape[0] * query_gate.shape[1]
+    given = (cache, query_gate, key, value, index_qk, gains, span)
+    return PREPARE_AND_STORE.run(implementation, rows, *given, ratio=ratio, eps=eps)
 
 
 def prepare(

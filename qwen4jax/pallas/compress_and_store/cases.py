@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen4jax.config import SPARSE, Config
 from qwen4jax.pallas.cases import BF16, E4M3, F32, Case, integers, normal
+from qwen4jax.pallas.compress_and_store import Gains
 from qwen4jax.span import Span, make_span
 from qwen4jax.state import AttentionCache, abstract_state
 
@@ -71,6 +72,7 @@ def _case(
     kv_dtype=None,
     images=False,
     holes=0,
+    index_queries=True,
     device_only=False,
 ):
     """One function over rows that begin at `start` and have `count` of `places` tokens."""
@@ -82,6 +84,9 @@ def _case(
         )
         at = (len(start), places)
         given: dict[str, Any] = dict(span=span)
+        if function == "prepare_and_store":
+            cache = _cache(rng, config, pages, page_size, span, dtype, kv_dtype)
+            return given | dict(cache=cache) | _projected(rng, config, span, dtype, index_queries)
         if function != "store":
             norm = normal(rng, (width[function],), dtype, 0.2)
             given |= dict(norm=norm, eps=config.rms_norm_eps)
@@ -104,6 +109,27 @@ def _case(
         )
 
     return Case(function, name, build, device_only)
+
+
+def _projected(rng, config, span, dtype, index_queries) -> dict[str, Any]:
+    """A layer's projections, NaN where there is no token, and its norms."""
+    width, index_width = config.head_dim, config.indexer_head_dim
+    at = span.index.shape
+
+    def rows(*shape):
+        there = span.valid.reshape(*at, *(1,) * len(shape))
+        return jnp.where(there, normal(rng, (*at, *shape), dtype), jnp.nan)
+
+    gain = lambda channels: normal(rng, (channels,), dtype, 0.2)  # noqa: E731
+    return dict(
+        query_gate=rows(config.num_attention_heads, 2, width),
+        key=rows(config.num_key_value_heads, width),
+        value=rows(config.num_key_value_heads, width),
+        index_qk=rows(index_queries * config.indexer_n_heads + 1, index_width),
+        gains=Gains(gain(width), gain(width), gain(index_width), gain(index_width)),
+        ratio=config.indexer_compress_ratio,
+        eps=config.rms_norm_eps,
+    )
 
 
 def _released(function, name, start, count, places, **more):
@@ -143,6 +169,22 @@ CASES = (
     _case("compress", "pages_not_assigned", (6, 0), (7, 7), 7, holes=1),
     _case("compress", "page_of_one_block", (3, 5), (9, 3), 9, page_size=4),
     _case("compress", "bfloat16", (0, 5, 3), (4, 2, 5), 5, BF16),
+    _case("prepare_and_store", "every_offset", (0, 1, 2, 3, 4, 5, 6, 7), (8,) * 8, 8),
+    _case("prepare_and_store", "one_token", (0, 2, 3, 7, 6, 11), (1, 1, 1, 1, 0, 1), 1),
+    _case("prepare_and_store", "some_or_no_tokens", (0, 5, 7, 2), (0, 3, 1, 4), 6, BF16),
+    _case("prepare_and_store", "before_the_first", (-1, -1, -1), (0, 1, 5), 5),
+    _case("prepare_and_store", "longer_than_the_ring", (3, 0), (21, 13), 21),
+    _case("prepare_and_store", "three_axes", (3, 6), (5, 2), 5, images=True),
+    _case("prepare_and_store", "pages_not_assigned", (6, 0), (7, 7), 7, holes=1),
+    _case("prepare_and_store", "bfloat16_to_e4m3", (0, 5), (4, 2), 4, BF16, kv_dtype=E4M3),
+    _case("prepare_and_store", "index_key_only", (0, 5, 3), (4, 2, 4), 4, index_queries=False),
+    _case("prepare_and_store", "places_63", (3,), (63,), 63),
+    *(
+        _released("prepare_and_store", f"{rows}_rows", tuple(range(1000, 1000 + rows)), at, 4)
+        for rows in (1, 8, 32)
+        for at in ((4,) * rows,)
+    ),
+    _released("prepare_and_store", "4_rows_e4m3", (1000,) * 4, (4,) * 4, 4, kv_dtype=E4M3),
     *(
         _released(function, f"{rows}_rows", tuple(range(1000, 1000 + rows)), (4,) * rows, 4)
         for function in ("prepare", "store", "compress")

@@ -40,6 +40,15 @@ def compress(cache, raw_key, norm, span, *, ratio, eps):
     )
 
 
+def prepare_and_store(cache, query_gate, key, value, index_qk, gains, span, *, ratio, eps):
+    """See `qwen4jax.pallas.compress_and_store.prepare_and_store`."""
+    query = prepare(query_gate[:, :, :, 0], gains.query, span, eps=eps)
+    index_query = prepare(index_qk[:, :, :-1], gains.index_query, span, eps=eps)
+    cache = compress(cache, index_qk[:, :, -1], gains.index_key, span, ratio=ratio, eps=eps)
+    cache = store(cache, prepare(key, gains.key, span, eps=eps), value, span)
+    return cache, query, query_gate[:, :, :, 1], index_query
+
+
 def _write_pages(pages, rows, slots):
     """`pages` [P, S, ...] with `rows` [B, T, ...] at places `slots` [B, T], others dropped."""
     flat = pages.reshape(-1, *pages.shape[2:])

@@ -45,3 +45,11 @@ def index_topk(
     return IMPLEMENTATIONS.run(
         implementation, rows, scores, index, best, blocks=blocks, ratio=ratio
     )
+
+
+def best_of(width: int) -> int | None:
+    """Blocks of a group whose best score spares kernels a pass over rows of `width` blocks.
+
+    None where they read every score anyway.
+    """
+    return limits.LONG if width > limits.GROUPS * limits.SHORT else None
