@@ -150,33 +150,33 @@ def test_the_ring_is_read_before_it_is_written(implementation):
     assert np.abs(f64(changed.index_key[page, 0]) - f64(got.index_key[page, 0])).max() > 1e-3
 
 
+def _one_after_the_other(
+    cache, query_gate, key, value, index_qk, gains, span, *, ratio, eps, implementation
+):
+    how = dict(eps=eps, implementation=implementation)
+    query = prepare(query_gate[:, :, :, 0], gains.query, span, **how)
+    index_query = prepare(index_qk[:, :, :-1], gains.index_query, span, **how)
+    key = prepare(key, gains.key, span, **how)
+    cache = store(cache, key, value, span, implementation=implementation)
+    cache = compress(cache, index_qk[:, :, -1], gains.index_key, span, ratio=ratio, **how)
+    return cache, query, query_gate[:, :, :, 1], index_query
+
+
 @over_cases(CASES, "prepare_and_store", PREPARE_AND_STORE)
-def test_all_at_once_is_each_of_them(case, implementation):
+def test_all_at_once_is_one_after_the_other(case, implementation):
     """Queries, gates and every byte of the cache, also where nothing is written."""
     inputs = case.inputs()
     cache, query, gate, index_query = call(prepare_and_store, inputs, implementation)
-    gains, span, old = inputs["gains"], inputs["span"], inputs["cache"]
-    norm = dict(span=span, eps=inputs["eps"])
-    gates = inputs["query_gate"]
-    raw_key = inputs["index_qk"][:, :, -1]
+    want = call(_one_after_the_other, inputs, "reference")
     share = 2.0**-7 if query.dtype == BF16 else 3e-6
-
-    want = call(prepare, dict(x=gates[:, :, :, 0], norm=gains.query, **norm))
-    assert_matches(query, f64(want), share=share)
-    np.testing.assert_array_equal(_bytes(gate), _bytes(gates[:, :, :, 1]))
-    want = call(prepare, dict(x=inputs["index_qk"][:, :, :-1], norm=gains.index_query, **norm))
-    assert_matches(index_query, f64(want), share=share)
-
-    key = call(prepare, dict(x=inputs["key"], norm=gains.key, **norm))
-    want = call(store, dict(cache=old, key=key, value=inputs["value"], span=span))
-    assert_matches(cache.key, f64(want.key), share=share, steps=2.0)
-    np.testing.assert_array_equal(_bytes(cache.value), _bytes(want.value))
-    ratio = inputs["ratio"]
-    want = call(
-        compress, dict(cache=old, raw_key=raw_key, norm=gains.index_key, ratio=ratio, **norm)
-    )
-    assert_matches(cache.index_key, f64(want.index_key), share=share)
-    np.testing.assert_array_equal(_bytes(cache.ring), _bytes(want.ring))
+    assert_matches(query, f64(want[1]), share=share)
+    np.testing.assert_array_equal(_bytes(gate), _bytes(want[2]))
+    assert_matches(index_query, f64(want[3]), share=share)
+    # a difference of one rounding may become one of the next
+    assert_matches(cache.key, f64(want[0].key), share=share, steps=2.0)
+    assert_matches(cache.index_key, f64(want[0].index_key), share=share)
+    for part in ("value", "ring"):
+        np.testing.assert_array_equal(_bytes(getattr(cache, part)), _bytes(getattr(want[0], part)))
 
 
 @pytest.mark.parametrize("implementation", PREPARE_AND_STORE)

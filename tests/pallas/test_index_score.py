@@ -69,3 +69,23 @@ def test_what_is_not_seen_may_hold_anything(implementation, value):
     filled = inputs | {"index_key": jnp.nan_to_num(inputs["index_key"], nan=value)}
     want = np.asarray(call(index_score, zeros, implementation))
     np.testing.assert_array_equal(np.asarray(call(index_score, filled, implementation)), want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["blocks_1000", "rows_at_different_lengths"])
+def test_best_of_groups(name, implementation):
+    """The last group may be short; a group of nothing seen is -inf."""
+    inputs = next(c for c in CASES if c.name == name).inputs() | {"group": 16}
+    scores, best = (np.asarray(x) for x in call(index_score, inputs, implementation))
+    spare = [(0, 0), (0, 0), (0, -scores.shape[-1] % 16)]
+    groups = np.pad(scores, spare, constant_values=-np.inf).reshape(*scores.shape[:2], -1, 16)
+    np.testing.assert_array_equal(best, groups.max(-1))
+
+
+def test_a_program_of_several_tiles_gives_the_same(monkeypatch):
+    """What many requests take, in a case of one."""
+    kernels = pytest.importorskip("qwen4jax.pallas.index_score.triton_kernels")
+    inputs = next(c for c in CASES if c.name == "blocks_1000").inputs()
+    one = np.asarray(call(index_score, inputs, "triton"))
+    monkeypatch.setattr(kernels, "_MANY", 0)
+    np.testing.assert_array_equal(np.asarray(call(index_score, inputs, "triton")), one)
