@@ -44,6 +44,11 @@ class Sizes:
         return self.hidden // SLICES // 64
 
     @property
+    def together(self) -> int:
+        """Tiles of the first product that are asked for at a time."""
+        return 2 if self.chunks % 2 == 0 else 1
+
+    @property
     def slices(self) -> int:
         """Of all streams."""
         return self.streams * SLICES

@@ -52,38 +52,28 @@ def project(
     tile, part = lax.rem(unit, z.rank // 64), unit // (z.rank // 64)
     start = part * (z.hidden // SLICES)
     every = pl.ds(0, z.tokens)
+    groups, wide = z.chunks // z.together, 64 * z.together
 
     def run(matrix, h, gains, y, weights, turned, read, loaded, injects):
-        def ask_matrix(k, carry):
-            source = refs["down"].at[pl.ds(tile * 64, 64), pl.ds(start + k * 64, 64)]
-            plgpu.copy_gmem_to_smem(source, matrix.at[k, pl.ds(8, 64)], loaded.at[k])
-            return carry
-
-        def ask_streams(k, carry):
-            columns = pl.ds(start + k * 64, 64)
-            plgpu.copy_gmem_to_smem(refs["streams"].at[every, columns], h.at[k], read)
-            if z.pending:
-                columns = pl.ds(lax.rem(start, z.hidden) + k * 64, 64)
-                plgpu.copy_gmem_to_smem(refs["y"].at[every, columns], y.at[k], read)
-            return carry
-
-        def ask_injects(k, carry):
-            # above the features, so that a left operand of 64 rows begins with them
-            source = refs["inject"].at[pl.ds(0, 8), pl.ds(start + k * 64, 64)]
-            plgpu.copy_gmem_to_smem(source, matrix.at[k, pl.ds(0, 8)], injects)
-            return carry
-
+        whole = pl.ds(start, groups * wide)
         # the memory's part is the longest: it begins first
-        lax.fori_loop(0, z.chunks, ask_matrix, ())
+        for k in range(groups):
+            source = refs["down"].at[pl.ds(tile * 64, 64), pl.ds(start + k * wide, wide)]
+            plgpu.copy_gmem_to_smem(source, matrix.at[k, pl.ds(8, 64)], loaded.at[k])
+        plgpu.copy_gmem_to_smem(refs["streams"].at[every, whole], h, read)
         plgpu.copy_gmem_to_smem(refs["norm"].at[pl.ds(start // 64, z.chunks)], gains, read)
         if z.pending:
             plgpu.copy_gmem_to_smem(refs["weights"].at[every], weights, read)
-        lax.fori_loop(0, z.chunks, ask_streams, ())
+            in_stream = pl.ds(lax.rem(start, z.hidden), groups * wide)
+            plgpu.copy_gmem_to_smem(refs["y"].at[every, in_stream], y, read)
         if z.inject:
 
             @pl.when(tile == 0)
             def _():
-                lax.fori_loop(0, z.chunks, ask_injects, ())
+                # above the features, so that a left operand of 64 rows begins with them
+                for k in range(groups):
+                    source = refs["inject"].at[pl.ds(0, 8), pl.ds(start + k * wide, wide)]
+                    plgpu.copy_gmem_to_smem(source, matrix.at[k, pl.ds(0, 8)], injects)
 
         plgpu.barrier_wait(read)
         weight = None
@@ -92,10 +82,11 @@ def project(
             weight = _load(turned.at[part // SLICES], _OVER_TOKENS)
 
         def scale(k, total):
-            value = _updated(h.at[k], y.at[k] if z.pending else None, weight)
+            columns = pl.ds(k * 64, 64)
+            value = _updated(h.at[:, columns], y.at[:, columns] if z.pending else None, weight)
             gain = 1 + _load(gains.at[k], _OVER_FEATURES)
             scaled = value * _to_tile(gain, z.tokens, 0)
-            h.at[k].T[...] = plgpu.layout_cast(scaled.astype(jnp.bfloat16), _TILE)
+            h.at[:, columns].T[...] = plgpu.layout_cast(scaled.astype(jnp.bfloat16), _TILE)
             return total + value * value
 
         zeros = plgpu.layout_cast(jnp.zeros((64, z.tokens), jnp.float32), _TILE)
@@ -107,11 +98,12 @@ def project(
                 def add(k, carry):
                     if wait:
                         plgpu.barrier_wait(loaded.at[k])
-                    plgpu.wgmma(acc, matrix.at[k, pl.ds(top, 64)], h.at[k].T)
+                    rows = matrix.at[k, pl.ds(top, 64)]
+                    plgpu.wgmma(acc, rows, h.at[:, pl.ds(k * wide, wide)].T)
                     plgpu.wgmma_wait(0)
                     return carry
 
-                lax.fori_loop(0, z.chunks, add, ())
+                lax.fori_loop(0, groups, add, ())
                 return (acc[...],)
 
             return _accumulated(accumulate, z.tokens, 1)[0]
@@ -132,14 +124,14 @@ def project(
 
     pl.run_scoped(
         run,
-        _swizzled(z.chunks, 72, 64),
-        _swizzled(z.chunks, z.tokens, 64),
+        _swizzled(groups, 72, wide),
+        _swizzled(z.tokens, groups * wide),
         plgpu.SMEM((z.chunks, 64), jnp.bfloat16),
-        _swizzled(z.chunks, z.tokens, 64) if z.pending else None,
+        _swizzled(z.tokens, groups * wide) if z.pending else None,
         *_weights(z),
-        plgpu.Barrier(num_arrivals=(z.chunks + 1) * (1 + z.pending)),
-        plgpu.Barrier(num_barriers=z.chunks),
-        plgpu.Barrier(num_arrivals=z.chunks) if z.inject else None,
+        plgpu.Barrier(num_arrivals=4 if z.pending else 2),
+        plgpu.Barrier(num_barriers=groups),
+        plgpu.Barrier(num_arrivals=groups) if z.inject else None,
     )
 
 
