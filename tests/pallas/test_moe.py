@@ -87,6 +87,7 @@ def test_nvfp4_products_are_exact_in_the_kernel():
     scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
     down = quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
     want = values(down)[0]
+    size = dict(C=128, L=64, FORM="nvfp4", W=4, AHEAD=1)
     for code in range(16):
         # token n reads this code of scale group n
         hidden = np.zeros((tokens, columns), ml_dtypes.bfloat16)
@@ -96,6 +97,6 @@ def test_nvfp4_products_are_exact_in_the_kernel():
             (1, tokens),
             [hidden, np.zeros((tokens, 1), np.int32), packed, scales, down.weight_scale_2],
             [jax.ShapeDtypeStruct((tokens, rows), jnp.float32)],
-            dict(T=tokens, K=1, TP=8, KP=1, D=rows, F=columns, W=4, AHEAD=1),
+            dict(size, T=tokens, K=1, TP=8, KP=1, D=rows, F=columns),
         )
         np.testing.assert_array_equal(f64(got), hidden.astype(float) @ want.T)

@@ -4,19 +4,30 @@ import jax.numpy as jnp
 
 from qwen4jax import quant
 
-# columns of one step of a warp: 64 bytes of NVFP4
-CHUNK = 128
+# stored form -> columns of one step of a warp, and their elements in the stored array: 64 bytes
+CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
+# rows of a program of down: warps of 16
+DOWN_WARPS = 4
 # tokens of a call: each program looks for its expert among all their choices
 MOST_TOKENS = 128
 # experts of a router: a warp holds a token's
 MOST_EXPERTS = 2048
 # steps of a row, which are unrolled
-_MOST_STEPS = 16
+_MOST_STEPS = 24
 
 
-def split(columns: int) -> int:
+def form(w) -> str | None:
+    """The stored form of experts' matrices, if the kernels take it."""
+    if isinstance(w, quant.Nvfp4):
+        return "nvfp4"
+    if isinstance(w, quant.BlockFp8):
+        return "fp8"
+    return "bf16" if getattr(w, "dtype", None) == jnp.bfloat16 else None
+
+
+def split(columns: int, chunk: int) -> int:
     """Warps among which the columns of a row of gate and up are split."""
-    return next(w for w in (4, 2, 1) if columns % (CHUNK * w) == 0)
+    return next(w for w in (4, 2, 1) if columns % (chunk * w) == 0)
 
 
 def refuses_route(logits, k, *, renormalize):
@@ -28,16 +39,21 @@ def refuses_route(logits, k, *, renormalize):
 
 def refuses_experts(x, ids, weights, gate_up, down):
     """What keeps the Triton kernels from these arguments, if anything."""
-    if not (isinstance(gate_up, quant.Nvfp4) and isinstance(down, quant.Nvfp4)):
-        return "is for experts stored in NVFP4"
+    stored = form(gate_up)
+    if stored is None or form(down) != stored:
+        return "is for experts in NVFP4, FP8 or bfloat16, both matrices alike"
     if x.dtype != jnp.bfloat16:
         return f"is for bfloat16 tokens, these are {x.dtype}"
     if x.shape[0] > MOST_TOKENS:
         return f"is for up to {MOST_TOKENS} tokens, these are {x.shape[0]}"
-    for name, size in (("hidden size", x.shape[1]), ("width of the experts", gate_up.shape[-2])):
-        if size % CHUNK:
-            return f"needs a {name} in multiples of {CHUNK}, not {size}"
     hidden, width = x.shape[1], gate_up.shape[-2]
-    if max(hidden // (CHUNK * split(hidden)), width // CHUNK) > _MOST_STEPS:
+    chunk = CHUNKS[stored][0]
+    for name, size, step in (
+        ("hidden size", hidden, max(chunk, 16 * DOWN_WARPS)),
+        ("width of the experts", width, chunk),
+    ):
+        if size % step:
+            return f"needs a {name} in multiples of {step}, not {size}"
+    if max(hidden // (chunk * split(hidden, chunk)), width // chunk) > _MOST_STEPS:
         return f"is for rows of up to {_MOST_STEPS} steps"
     return None

@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 
 from qwen4jax.pallas.moe.triton_stored import (
+    NVFP4,
     PRODUCT_UP,
-    byte_lines,
     lane_columns,
-    load_scales,
+    load_chunk,
     load_tokens,
-    nvfp4_product,
+    next_matrix,
+    product,
+    scale_pointers,
+    weight_pointers,
 )
 
 
@@ -61,39 +64,21 @@ def members(
 
 
 @triton.jit
-def _load_gate_up(w, s, i, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr):
-    """Step i of the rows of gate and of up: (bytes, scales, bytes, scales)."""
-    w, s = w + i * (64 * W), s + i * (8 * W)
-    gate, up = load_scales(s, D // 2), load_scales(s + F * D // 16, D // 2)
-    return tl.load(w), gate, tl.load(w + F * D // 2), up
-
-
-@triton.jit
-def _gate_up_sums(
+def _load_gate_up(
     w,
     s,
-    loaded,
-    x,
-    there,
+    step: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
     W: tl.constexpr,
-    EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    """2**-7 of the products of 16 rows of gate and of up, summed over the warps: [16, 8] each."""
-    gate = tl.zeros((W, 16, 8), tl.float32)
-    up = tl.zeros((W, 16, 8), tl.float32)
-    STEPS: tl.constexpr = D // (128 * W)
-    for i in tl.static_range(EARLY, AHEAD):
-        loaded = loaded + _load_gate_up(w, s, i, D, F, W)
-    for i in tl.static_range(STEPS):
-        if i + AHEAD < STEPS:
-            loaded = loaded + _load_gate_up(w, s, i + AHEAD, D, F, W)
-        even, odd = load_tokens(x + i * (128 * W), there, W)
-        gate = nvfp4_product(loaded[4 * i], loaded[4 * i + 1], even, odd, gate, W)
-        up = nvfp4_product(loaded[4 * i + 2], loaded[4 * i + 3], even, odd, up, W)
-    return tl.sum(gate, 0), tl.sum(up, 0)
+    """A step of the rows of gate and of up: (weights, scales, weights, scales)."""
+    apart, scales_apart = next_matrix(F, D, C, L, FORM)
+    gate = load_chunk(w, s, step, D, C, L, FORM, True, W)
+    return gate + load_chunk(w + apart, s + scales_apart, step, D, C, L, FORM, True, W)
 
 
 @triton.jit
@@ -110,43 +95,50 @@ def gate_up_kernel(
     KP: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """hidden[p] = silu(gate x) * (up x) of pair p, 16 rows of each a program: grid (F/16, T K).
 
-    The warps of a program split the columns, 128 of every 128 W each, so that it asks for whole
+    The warps of a program split the columns, one chunk of every W each, so that it asks for whole
     rows together; their sums are added in the order of the warps.
     """
     tile, pair = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
-    warp, row = byte_lines(W)
-    at = (tile * 16 + row) * (D // 2) + warp * 64
-    w = weight + expert * (F * D) + at[:, None] + tl.arange(0, 64)[None, :]
-    line = tl.arange(0, 8 * W)
-    at = (tile * 16 + line % 8) * (D // 16) + line // 8 * 8
-    s = scale + expert * (F * D // 8) + at[:, None] + tl.arange(0, 8)[None, :]
+    w = weight_pointers(weight, expert * (2 * F) + tile * 16, D, C, L, True, W)
+    s = scale_pointers(scale, expert * 2, tile * 16, F, D, FORM, True, W)
     EARLY: tl.constexpr = AHEAD if TP <= 8 else 0
-    loaded = ()
+    early = ()
     for i in tl.static_range(EARLY):
-        loaded = loaded + _load_gate_up(w, s, i, D, F, W)
+        early = early + _load_gate_up(w, s, i, D, F, C, L, FORM, W)
     lead, pairs = members(ids, expert, pair, T, K, TP, KP)
     if lead:
-        column = tl.arange(0, W)[:, None] * 128
-        xs = x + tl.reshape(pairs[None, :] // K * D + column, (8 * W, 1)) + lane_columns()[None, :]
+        loaded = early
+        for i in tl.static_range(EARLY, AHEAD):
+            loaded = loaded + _load_gate_up(w, s, i, D, F, C, L, FORM, W)
+        column = tl.arange(0, W)[:, None] * C
+        tokens = tl.reshape(pairs[None, :] // K * D + column, (8 * W, 1))
+        xs = x + tokens + lane_columns(C)[None, :]
         there = tl.reshape(tl.broadcast_to((pairs >= 0)[None, :], (W, 8)), (8 * W, 1))
-        gate, up = _gate_up_sums(w, s, loaded, xs, there, D, F, W, EARLY, AHEAD)
-        gate *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
-        up *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
-        h = gate / (1.0 + tl.exp(-gate)) * up
+        gate = tl.zeros((W, 16, 8), tl.float32)
+        up = tl.zeros((W, 16, 8), tl.float32)
+        STEPS: tl.constexpr = D // (C * W)
+        for i in tl.static_range(STEPS):
+            if i + AHEAD < STEPS:
+                loaded = loaded + _load_gate_up(w, s, i + AHEAD, D, F, C, L, FORM, W)
+            chunk = load_tokens(xs + i * (C * W), there, C, W)
+            gate = product(loaded[4 * i], loaded[4 * i + 1], chunk, gate, FORM, W)
+            up = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, up, FORM, W)
+        g, u = tl.sum(gate, 0), tl.sum(up, 0)
+        if FORM == NVFP4:
+            g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
+            u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
+        h = g / (1.0 + tl.exp(-g)) * u
         place = pairs[None, :] * F + (tile * 16 + tl.arange(0, 16))[:, None]
         tl.store(hidden + place, h.to(hidden.dtype.element_ty), (pairs >= 0)[None, :])
-
-
-@triton.jit
-def _load_down(w, s, i, F: tl.constexpr):
-    """Step i of the rows of down: (bytes, scales)."""
-    return tl.load(w + i * 64), load_scales(s + i * 8, F // 2)
 
 
 @triton.jit
@@ -163,39 +155,39 @@ def down_kernel(
     KP: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """out[p] = down hidden[p] of pair p, 16 W rows a program, 16 a warp: grid (D/(16 W), T K)."""
     tile, pair = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
-    warp, row = byte_lines(W)
-    at = (tile * (16 * W) + warp * 16 + row) * (F // 2)
-    w = weight + expert * (D * F // 2) + at[:, None] + tl.arange(0, 64)[None, :]
-    line = tl.arange(0, 8 * W)
-    at = (tile * (16 * W) + line // 8 * 16 + line % 8) * (F // 16)
-    s = scale + expert * (D * F // 16) + at[:, None] + tl.arange(0, 8)[None, :]
-    STEPS: tl.constexpr = F // 128
+    row = tile * (16 * W)
+    w = weight_pointers(weight, expert * D + row, F, C, L, False, W)
+    s = scale_pointers(scale, expert, row, D, F, FORM, False, W)
     EARLY: tl.constexpr = AHEAD if TP <= 8 else 0
-    loaded = ()
+    early = ()
     for i in tl.static_range(EARLY):
-        loaded = loaded + _load_down(w, s, i, F)
+        early = early + load_chunk(w, s, i, F, C, L, FORM, False, W)
     lead, pairs = members(ids, expert, pair, T, K, TP, KP)
     if lead:
-        all_pairs = tl.reshape(tl.broadcast_to(pairs[None, :], (W, 8)), (8 * W, 1))
-        hs = hidden + all_pairs * F + lane_columns()[None, :]
-        there = all_pairs >= 0
-        acc = tl.zeros((W, 16, 8), tl.float32)
-        rest = loaded
+        loaded = early
         for i in tl.static_range(EARLY, AHEAD):
-            rest = rest + _load_down(w, s, i, F)
+            loaded = loaded + load_chunk(w, s, i, F, C, L, FORM, False, W)
+        all_pairs = tl.reshape(tl.broadcast_to(pairs[None, :], (W, 8)), (8 * W, 1))
+        hs = hidden + all_pairs * F + lane_columns(C)[None, :]
+        acc = tl.zeros((W, 16, 8), tl.float32)
+        STEPS: tl.constexpr = F // C
         for i in tl.static_range(STEPS):
             if i + AHEAD < STEPS:
-                rest = rest + _load_down(w, s, i + AHEAD, F)
-            even, odd = load_tokens(hs + i * 128, there, W)
-            acc = nvfp4_product(rest[2 * i], rest[2 * i + 1], even, odd, acc, W)
-        acc *= tl.load(scale_2 + expert) * PRODUCT_UP
-        r = tile * (16 * W) + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
+                loaded = loaded + load_chunk(w, s, i + AHEAD, F, C, L, FORM, False, W)
+            chunk = load_tokens(hs + i * C, all_pairs >= 0, C, W)
+            acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
+        if FORM == NVFP4:
+            acc *= tl.load(scale_2 + expert) * PRODUCT_UP
+        r = row + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
         place = pairs[None, None, :] * D + r[:, :, None]
         tl.store(out + place, acc, (pairs >= 0)[None, None, :])
 

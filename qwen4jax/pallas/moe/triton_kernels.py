@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from qwen4jax import quant
 from qwen4jax.pallas.moe import limits
 from qwen4jax.pallas.moe.triton_experts import combine_kernel, down_kernel, gate_up_kernel
 from qwen4jax.pallas.moe.triton_route import route_kernel
@@ -14,8 +15,6 @@ from qwen4jax.pallas.triton_call import triton_call
 # steps whose weights are asked for ahead of use
 GATE_UP_AHEAD = 2
 DOWN_AHEAD = 3
-# warps of a program of down, 16 rows each: 64 rows divide every hidden size taken
-DOWN_WARPS = 4
 # columns of a program that adds up the choices
 COMBINE = 512
 
@@ -44,53 +43,52 @@ def route(logits, k, *, renormalize):
 
 
 def experts(x, ids, weights, gate_up, down):
-    """See `qwen4jax.pallas.moe.experts`; for few tokens."""
+    """See `qwen4jax.pallas.moe.experts`; `limits.refuses_experts` says what it takes."""
     tokens, hidden = x.shape
-    width = gate_up.shape[-2]
-    choices = ids.shape[1]
+    width, choices = gate_up.shape[-2], ids.shape[1]
     if tokens == 0:
         return jnp.zeros(x.shape, jnp.float32)
+    form = limits.form(gate_up) or ""
+    columns, elements = limits.CHUNKS[form]
     shared: dict[str, Any] = dict(
+        num_stages=1,
         T=tokens,
         K=choices,
         TP=max(8, triton.next_power_of_2(tokens)),
         KP=triton.next_power_of_2(choices),
         D=hidden,
         F=width,
+        C=columns,
+        L=elements,
+        FORM=form,
     )
     pairs = tokens * choices
-    warps, ahead = limits.split(hidden), GATE_UP_AHEAD
+    warps = limits.split(hidden, columns)
     h = triton_call(
         x,
         ids,
-        gate_up.weight,
-        gate_up.weight_scale,
-        gate_up.weight_scale_2,
+        *_parts(gate_up),
         kernel=gate_up_kernel,
-        name=f"experts_gate_up_nvfp4_{tokens}x{choices}x{width}x{hidden}",
+        name=f"experts_gate_up_{form}_{tokens}x{choices}x{width}x{hidden}",
         out=jax.ShapeDtypeStruct((pairs, width), x.dtype),
         grid=(width // 16, pairs),
         num_warps=warps,
-        num_stages=1,
         W=warps,
-        AHEAD=min(ahead, hidden // (limits.CHUNK * warps)),
+        AHEAD=min(GATE_UP_AHEAD, hidden // (columns * warps)),
         **shared,
     )
-    warps, ahead = DOWN_WARPS, DOWN_AHEAD
+    warps = limits.DOWN_WARPS
     parts = triton_call(
         h,
         ids,
-        down.weight,
-        down.weight_scale,
-        down.weight_scale_2,
+        *_parts(down),
         kernel=down_kernel,
-        name=f"experts_down_nvfp4_{tokens}x{choices}x{hidden}x{width}",
+        name=f"experts_down_{form}_{tokens}x{choices}x{hidden}x{width}",
         out=jax.ShapeDtypeStruct((pairs, hidden), jnp.float32),
         grid=(hidden // (16 * warps), pairs),
         num_warps=warps,
-        num_stages=1,
         W=warps,
-        AHEAD=min(ahead, width // limits.CHUNK),
+        AHEAD=min(DOWN_AHEAD, width // columns),
         **shared,
     )
     return triton_call(
@@ -105,3 +103,13 @@ def experts(x, ids, weights, gate_up, down):
         D=hidden,
         BLOCK=COMBINE,
     )
+
+
+def _parts(w):
+    """The stored arrays of experts' matrices: weights, scales, scales of matrices."""
+    if isinstance(w, quant.Nvfp4):
+        return w.weight, w.weight_scale, w.weight_scale_2
+    if isinstance(w, quant.BlockFp8):
+        return w.weight, w.weight_scale_inv, w.weight_scale_inv
+    # never read
+    return w, w, w

@@ -6,8 +6,9 @@ and what it then holds *is* its operand of `mma.m16n8k16`: the order of the colu
 is free as long as the activations come in the same order, and likewise the order of the rows. So
 reshapes and permutes below only rename registers; there is no shared memory and no barrier.
 
-Lane 4 r + t of a warp has rows r and r + 8 of the tile. Its columns of a chunk of 128 NVFP4 values
-(64 bytes) are 32 t to 32 t + 31: two scale groups, so that two bytes of scales serve its 32 values.
+A step of a warp takes a chunk of 64 bytes of each row: 128 columns of NVFP4, 64 of FP8, 32 of
+bfloat16. Lane 4 r + t of a warp has rows r and r + 8 of the tile. Of NVFP4 it has columns 32 t to
+32 t + 31 of a chunk: two scale groups, so that two bytes of scales serve its 32 values.
 """
 
 import triton
@@ -45,51 +46,157 @@ mul.rn.bf16x2 $3, b, $6;
 }""")
 
 
+NVFP4 = tl.constexpr("nvfp4")
+FP8 = tl.constexpr("fp8")
+
+
 @triton.jit
-def byte_lines(W: tl.constexpr):
-    """(warp, row in the warp's 16) of each line of a tile of bytes [16 W, 64].
+def weight_pointers(
+    weight,
+    row,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    SPLIT: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Pointers [16 W, L] to each warp's first chunk of 16 rows of [..., N].
 
     Two dimensions only, rows of 8 lanes before warps before halves: the compiler hands out lanes
     in this order whatever it does with equals.
-    """
-    line = tl.arange(0, 16 * W)
-    return line // 8 % W, line // (8 * W) * 8 + line % 8
-
-
-@triton.jit
-def load_scales(s, rows: tl.constexpr):
-    """Scales of a tile [8 W, 8, 2]: of rows 0 to 7 of the warps, and `rows` elements later 8 to 15.
 
     Args:
-        s: pointers [8 W, 8] to the 8 groups of a chunk.
-        rows: distance of 8 rows.
-    """
-    return tl.join(tl.load(s), tl.load(s + rows))
-
-
-@triton.jit
-def load_tokens(x, there, W: tl.constexpr):
-    """Columns of 8 tokens for `nvfp4_product`: even ones and odd ones, each [W, 64, 8].
-
-    Args:
-        x: pointers [8 W, (t, 8)] (warp and token first) to the first 8 of lane t's 32 columns.
-        there: [8 W, 1], whether there is such a token.
+        weight: the stored array.
+        row: the first, over all matrices.
+        N: columns.
+        C: columns of a chunk.
+        L: elements of a chunk in the stored array.
+        SPLIT: whether the warps take chunks of the same rows in turn, or 16 rows each.
         W: warps.
     """
-    ab = tl.join(tl.load(x, there, 0.0), tl.load(x + 8, there, 0.0))
-    cd = tl.join(tl.load(x + 16, there, 0.0), tl.load(x + 24, there, 0.0))
-    # [W, token, t, (b1, b0, odd), i0, i1]
-    x8 = tl.reshape(tl.join(ab, cd), (W, 8, 4, 2, 2, 2, 2, 2))
-    # bytes in the order of the decoder: b0 before b1
-    x8 = tl.permute(x8, (0, 7, 6, 2, 4, 3, 1, 5))
-    return tl.split(tl.reshape(x8, (W, 64, 8, 2)))
+    line = tl.arange(0, 16 * W)
+    warp, half = line // 8 % W, line // (8 * W)
+    ROW: tl.constexpr = N // C * L
+    if SPLIT:
+        at = (half * 8 + line % 8) * ROW + warp * L
+    else:
+        at = (warp * 16 + half * 8 + line % 8) * ROW
+    return weight + row * ROW + at[:, None] + tl.arange(0, L)[None, :]
 
 
 @triton.jit
-def lane_columns():
-    """Column of each element of a row of `load_tokens`' pointers: 8 from each 32."""
+def scale_pointers(
+    scale,
+    matrix,
+    row,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    FORM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Pointers to the scales of the chunks that `weight_pointers` starts with.
+
+    NVFP4: [8 W, 8], of rows 0 to 7 of each 16. FP8: to the first of a row of blocks. bfloat16 has
+    none.
+
+    Args:
+        scale: the stored array.
+        matrix: number of the matrix.
+        row: the first, in the matrix.
+        R: rows of a matrix.
+        N: its columns.
+        FORM: `NVFP4`, `FP8`, or another for bfloat16.
+        SPLIT: of `weight_pointers`.
+        W: warps.
+    """
+    if FORM == NVFP4:
+        line = tl.arange(0, 8 * W)
+        if SPLIT:
+            at = line % 8 * (N // 16) + line // 8 * 8
+        else:
+            at = (line // 8 * 16 + line % 8) * (N // 16)
+        scale += (matrix * R + row) * (N // 16) + at[:, None] + tl.arange(0, 8)[None, :]
+    if FORM == FP8:
+        scale += (matrix * ((R + 127) // 128) + row // 128) * ((N + 127) // 128)
+    return scale
+
+
+@triton.jit
+def next_matrix(
+    R: tl.constexpr, N: tl.constexpr, C: tl.constexpr, L: tl.constexpr, FORM: tl.constexpr
+):
+    """Distance of matrices [R, N] in the stored weights and in the scales."""
+    if FORM == FP8:
+        scales: tl.constexpr = ((R + 127) // 128) * ((N + 127) // 128)
+    else:
+        scales: tl.constexpr = R * (N // 16)
+    return R * (N // C * L), scales
+
+
+@triton.jit
+def load_chunk(
+    w,
+    s,
+    step: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    W: tl.constexpr,
+):
+    """(weights, scales) for `product`, `step` chunks of each warp after the pointers'."""
+    FIRST: tl.constexpr = step * W if SPLIT else step
+    weights = tl.load(w + FIRST * L)
+    if FORM == NVFP4:
+        # 8 rows down are N / 2 scales away
+        scales = tl.join(tl.load(s + FIRST * 8), tl.load(s + FIRST * 8 + N // 2))
+    elif FORM == FP8:
+        if SPLIT:
+            scales = tl.load(s + (FIRST + tl.arange(0, W)) * C // 128)[:, None, None]
+        else:
+            scales = tl.load(s + FIRST * C // 128)
+    else:
+        scales = 1.0
+    return weights, scales
+
+
+@triton.jit
+def lane_columns(COLUMNS: tl.constexpr):
+    """Column of each element of a row of `load_tokens`' pointers: 8 of each lane's."""
     c = tl.arange(0, 32)
-    return c // 8 * 32 + c % 8
+    return c // 8 * (COLUMNS // 4) + c % 8
+
+
+@triton.jit
+def load_tokens(x, there, COLUMNS: tl.constexpr, W: tl.constexpr):
+    """A chunk of 8 tokens in the order of the weights: a tuple of one or two [W, K, 8].
+
+    Args:
+        x: pointers [8 W, (t, 8)] (warp and token first) to the first 8 of lane t's columns.
+        there: [8 W, 1], whether there is such a token.
+        COLUMNS: of a chunk, which tells the stored forms apart.
+        W: warps.
+    """
+    if COLUMNS == 32:
+        # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
+        x4 = tl.reshape(tl.load(x, there, 0.0), (W, 8, 4, 2, 2, 2))
+        chunk = (tl.reshape(tl.permute(x4, (0, 3, 4, 2, 5, 1)), (W, 32, 8)),)
+    elif COLUMNS == 64:
+        # [W, token, t, (i0, b), i1]
+        ab = tl.join(tl.load(x, there, 0.0), tl.load(x + 8, there, 0.0))
+        x4 = tl.permute(tl.reshape(ab, (W, 8, 4, 2, 4, 2)), (0, 5, 3, 2, 4, 1))
+        chunk = (tl.reshape(x4, (W, 64, 8)),)
+    else:
+        ab = tl.join(tl.load(x, there, 0.0), tl.load(x + 8, there, 0.0))
+        cd = tl.join(tl.load(x + 16, there, 0.0), tl.load(x + 24, there, 0.0))
+        # [W, token, t, (b1, b0, odd), i0, i1]
+        x8 = tl.reshape(tl.join(ab, cd), (W, 8, 4, 2, 2, 2, 2, 2))
+        # bytes in the order of the decoder: b0 before b1
+        x8 = tl.permute(x8, (0, 7, 6, 2, 4, 3, 1, 5))
+        chunk = tl.split(tl.reshape(x8, (W, 64, 8, 2)))
+    return chunk
 
 
 @triton.jit
@@ -100,17 +207,32 @@ def _fragment(w, W: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_product(w, s, even, odd, acc, W: tl.constexpr):
-    """`acc` plus 2**-7 times a chunk of 128 columns of 16 W rows times 8 tokens.
+def product(w, s, x, acc, FORM: tl.constexpr, W: tl.constexpr):
+    """`acc` plus the products of a chunk of 16 W rows and 8 tokens; of NVFP4 2**-7 of it.
 
     Args:
-        w: packed bytes [16 W, 64], lines as in `byte_lines`.
-        s: e4m3 scales of `load_scales`.
-        even: columns of `load_tokens`.
-        odd: likewise.
+        w: stored weights [16 W, chunk] of `load_chunk`.
+        s: NVFP4: e4m3 scales [8 W, 8, 2]; FP8: the scale of each warp's block.
+        x: of `load_tokens`.
         acc: float32 [W, 16, 8].
+        FORM: `NVFP4`, `FP8`, or another for bfloat16.
         W: warps.
     """
+    if FORM == NVFP4:
+        acc = _nvfp4_product(w, s, x, acc, W)
+    elif FORM == FP8:
+        # by way of float32: the direct conversion takes one slow instruction a value
+        exact = w.to(tl.float32).to(tl.bfloat16)
+        part = tl.dot(_fragment(exact, W), x[0])
+        acc += part * s.to(tl.float32)
+    else:
+        w = tl.permute(tl.reshape(w, (2, W, 8, 4, 2, 2, 2)), (1, 0, 2, 4, 5, 3, 6))
+        acc = tl.dot(tl.reshape(w, (W, 16, 32)), x[0], acc)
+    return acc
+
+
+@triton.jit
+def _nvfp4_product(w, s, x, acc, W: tl.constexpr):
     w = tl.reshape(w, (2, W, 8, 4, 2, 8))
     s = (s.to(tl.float32) * SCALE_UP).to(tl.bfloat16)
     s = tl.permute(tl.reshape(s, (W, 8, 4, 2, 2)), (4, 0, 1, 2, 3))
@@ -123,5 +245,5 @@ def nvfp4_product(w, s, even, odd, acc, W: tl.constexpr):
         is_pure=True,
         pack=4,
     )
-    acc = tl.dot(_fragment(e, W), even, acc)
-    return tl.dot(_fragment(o, W), odd, acc)
+    acc = tl.dot(_fragment(e, W), x[0], acc)
+    return tl.dot(_fragment(o, W), x[1], acc)
