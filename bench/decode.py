@@ -32,7 +32,7 @@ import numpy as np
 
 from bench import HLO_DUMP
 from bench.parts import expected_distinct, floor_parts
-from bench.profile import device_kernels, time_by_part
+from bench.profile import device_kernels, time_by_kernel, time_by_part
 from bench.released import (
     abstract,
     build,
@@ -157,10 +157,11 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     hosts = [s for g in groups for s in g.host_s]
     given = [n for g in groups for n in g.tokens]
     round_ms = statistics.median(walls) * 1e3
-    parts, kernels = {}, None
+    parts, kernels, longest = {}, None, {}
     if not args.no_profile:
         events = device_kernels(lambda c: call(c)[:4], carry, rounds=3)
         parts, kernels = time_by_part(events, compiled.as_text() or "", rounds=3)
+        longest = time_by_kernel(events, rounds=3)
     floor = floor_parts(
         config,
         batch=batch,
@@ -204,6 +205,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         "bytes_state": run.plan.state,
         "bytes_peak": stats.get("peak_bytes_in_use"),
         "parts_ms": {f"{name} ({ph})": round(ms, 4) for (name, ph), ms in sorted(parts.items())},
+        "longest_kernels": longest,
         "floor_parts_ms": {f"{p.name} ({p.phase})": round(p.floor_ms, 4) for p in floor},
     }
 

@@ -82,8 +82,7 @@ def floor_parts(
         Part("GDN projections", _nbytes([_gdn_weights(x) for x in linear]), "verify"),
         Part("QSA projections", _nbytes([_qsa_weights(x) for x in sparse]), "verify"),
         Part("gated residual", _nbytes([residual, d.hyper_connection_mixer]), "verify"),
-        Part("router", _nbytes([x.mlp.gate for x in d.layers]), "verify"),
-        Part("shared expert", _nbytes([x.mlp.shared_expert for x in d.layers]), "verify"),
+        Part("router, shared expert", _nbytes([_dense_mlp(x) for x in d.layers]), "verify"),
         Part(
             "routed experts",
             len(d.layers) * distinct * _expert_bytes(d.layers[0]),
@@ -124,15 +123,14 @@ _VERIFY = (
     ("sparse attention", r"/sparse_attention"),
     ("compress and store", r"compress_and_store"),
     ("gated residual", r"gated_residual"),
-    ("router", r"router"),
-    ("shared expert", r"shared_expert"),
-    ("routed experts", r"experts"),
+    ("router, shared expert", r"router_and_shared"),
+    ("routed experts", r"/experts"),
     ("n-gram embedding", r"/ple"),
     ("lm_head", r"lm_head"),
 )
 _DRAFT = (
     ("draft lm_head", r"lm_head"),
-    ("draft experts", r"(?<!shared_)experts"),
+    ("draft experts", r"/experts"),
     ("draft attention", r"index_score|index_topk|/sparse_attention|compress_and_store"),
 )
 
@@ -162,6 +160,10 @@ def _expert_bytes(layer) -> float:
     """Stored bytes of one expert of a layer (scales included)."""
     experts = layer.mlp.experts
     return _nbytes(experts) / experts.down_proj.shape[0]
+
+
+def _dense_mlp(layer) -> list:
+    return [layer.mlp.gate, layer.mlp.shared_expert, layer.mlp.shared_expert_gate]
 
 
 def _gdn_weights(layer) -> list:

@@ -65,6 +65,17 @@ def time_by_part(
     return dict(totals), round(len(events) / rounds)
 
 
+def time_by_kernel(events: list[Event], *, rounds: int, most: int = 40) -> dict[str, list[float]]:
+    """Kernel name -> (launches, milliseconds) per round of those that take longest."""
+    found: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for names, microseconds in events:
+        total = found[_kernel_name(names[0])]
+        total[0] += 1 / rounds
+        total[1] += microseconds / rounds / 1e3
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:most]
+    return {name: [round(count, 1), round(ms, 4)] for name, (count, ms) in longest}
+
+
 def op_names(hlo: str) -> dict[str, list[str]]:
     """Kernel name -> scope paths of the instructions that launch it, from optimised HLO text.
 

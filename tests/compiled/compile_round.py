@@ -21,6 +21,7 @@ from qwen4jax.ablation import Ablation
 from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
 from qwen4jax.decode.round import speculative_round
 from qwen4jax.decode.stopping import Controls
+from qwen4jax.pallas import registry
 from qwen4jax.params import declare
 from qwen4jax.state import abstract_state
 
@@ -50,7 +51,8 @@ def main(target: str, index_share: str) -> None:
     )
     active = place(jnp.zeros(1, bool))
     run = jax.jit(speculative_round, donate_argnums=(1, 2, 3))
-    compiled = run.lower(params, state, controls, active).compile()
+    with registry.using(device="NVIDIA H200"):
+        compiled = run.lower(params, state, controls, active).compile()
     hlo = compiled.as_text() or ""
     entry = hlo[hlo.index("\nENTRY") :]
     copies = [_size(m) for m in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", entry)]
@@ -67,9 +69,9 @@ def main(target: str, index_share: str) -> None:
                 # what stands at the left margin runs outside of a graph
                 "outside": len(re.findall(r"^\d+: (?!kCommandBuffer)", plan, re.MULTILINE)),
                 "largest_copy": max(copies, default=0),
-                "block_sorts": len(re.findall(r"sort\([^\n]*index_topk", hlo)),
-                "router_sorts": len(re.findall(r"sort\([^\n]*router", hlo)),
-                "score_dots": len(re.findall(r"dot\([^\n]*index_score", hlo)),
+                "sorts": len(re.findall(r"\ssort\(", hlo)),
+                "selections": len(re.findall(r"\] index_topk_", plan)),
+                "scorings": len(re.findall(r"\] index_score_", plan)),
                 "state_bytes": held,
                 "aliased_bytes": memory.alias_size_in_bytes,
                 "temporary_bytes": memory.temp_size_in_bytes,

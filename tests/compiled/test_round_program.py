@@ -50,6 +50,7 @@ def test_round_program(index_share: str, largest_copy: int, selections: int, tmp
     # every state buffer is updated in place, no weight is copied
     assert found["aliased_bytes"] >= found["state_bytes"]
     assert found["largest_copy"] <= largest_copy
-    # shared steps neither score nor sort
-    assert found["block_sorts"] == selections
-    assert found["score_dots"] == selections
+    # shared steps neither score nor select, and nothing is sorted
+    assert found["scorings"] == selections
+    assert found["selections"] == selections
+    assert found["sorts"] == 0
