@@ -47,13 +47,15 @@ class Books:
     answers: list[tuple[int, tuple[int, ...], float | None]]
 
 
-def make_requests(count: int, vocabulary: int, chance: random.Random) -> list[Request]:
+def make_requests(
+    count: int, vocabulary: int, mean_output: int, chance: random.Random
+) -> list[Request]:
     """Prompts and outputs of mixed lengths, greedy and sampled."""
     requests = []
     for number in range(count):
         length = min(int(chance.expovariate(1 / 60)) + 1, 700)
         options: dict[str, Any] = {
-            "max_new_tokens": min(int(chance.expovariate(1 / 25)) + 1, 200),
+            "max_new_tokens": min(int(chance.expovariate(1 / mean_output)) + 1, 8 * mean_output),
             "seed": number,
             "temperature": chance.choice((0.0, 0.7, 1.0)),
             "logprobs": number % 3 == 0,
@@ -125,7 +127,9 @@ def _server_codes(server: RunningServer) -> collections.Counter[str]:
     return found
 
 
-def soak(server: RunningServer, *, count: int, clients: int, distinct: int) -> dict[str, Any]:
+def soak(
+    server: RunningServer, *, count: int, clients: int, distinct: int, mean_output: int = 25
+) -> dict[str, Any]:
     """Loads a server that is idle, and checks what is left; returns figures.
 
     Args:
@@ -133,9 +137,11 @@ def soak(server: RunningServer, *, count: int, clients: int, distinct: int) -> d
         count: calls.
         clients: at once.
         distinct: requests that the calls repeat.
+        mean_output: tokens.
     """
     with server.client() as client:
-        requests = make_requests(distinct, client.model().vocab_size, random.Random(distinct))
+        vocabulary = client.model().vocab_size
+    requests = make_requests(distinct, vocabulary, mean_output, random.Random(distinct))
     # what only the first calls allocate
     asyncio.run(_load(server.target, requests, max(count // 5, clients), clients))
     before, programs = _server_codes(server), server.idle().compiled_programs

@@ -36,7 +36,7 @@ SCORED = (1, 2, 64, 65, 300)
 STOPS = ["a", "e", " "]
 SAMPLES: dict[str, Any] = {"n": 6, "seed": 3}
 TEXT = "naïve café"
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_answers_are_those_of_generate(client: Client, loaded: Any, ids: Ids):
 def alone_and_together(client: Client, ids: Ids) -> tuple[list[Answer], list[Any]]:
     def asked(prompt: list[int], kind: dict[str, Any]) -> Answer:
         return client.generate(
-            prompt, max_new_tokens=40, ignore_eos=True, logprobs=True, top_logprobs=3, **kind
+            prompt, max_new_tokens=NEW, ignore_eos=True, logprobs=True, top_logprobs=3, **kind
         )
 
     pairs = list(zip(prompts(ids), KINDS.values(), strict=True))
@@ -100,7 +100,7 @@ def test_company_changes_nothing(client: Client, server: RunningServer, ids: Ids
         assert isinstance(other, Answer), other
         strip = lambda a: dataclasses.replace(a, finish=dataclasses.replace(a.finish, **drop))  # noqa: E731
         assert strip(one) == strip(other)
-        assert 8 < len(one.token_ids) == len(one.logprobs) == len(one.top_logprobs) <= 40
+        assert 8 < len(one.token_ids) == len(one.logprobs) == len(one.top_logprobs) <= NEW
     client.score(ids(100), named_token_ids=[3], top_logprobs=2)
     client.samples(ids(20), n=3, seed=9, max_new_tokens=5)
     assert server.status().compiled_programs == before
@@ -137,9 +137,9 @@ def test_text_chat_and_ids_are_one_prompt(client: Client, loaded: Any):
 
 def test_a_stop_string_ends_the_text(client: Client, ids: Ids):
     """Wherever the bursts end: chunks joined never show it, nor what may begin it."""
-    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
     whole = client.generate(ids(10), **options).text
-    for place in range(5, 40, 5):
+    for place in range(5, 25, 5):
         stop = whole[place : place + 3]
         got = client.generate(ids(10), stop=[stop, "\x00\x01"], **options)
         assert (got.text, got.finish.reason) == (whole[: whole.index(stop)], "stop")

@@ -12,8 +12,8 @@ from tests.serve.running import RunningServer, in_background, until
 from tests.weights.edit import REMOVED, change, tensors_of
 
 Ids = Callable[..., list[int]]
-LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True, "seed": 7}
-SHORT: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "seed": 8}
+LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True, "seed": 7}
+SHORT: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True, "seed": 8}
 
 
 def fault(kind: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_a_failed_round_fails_its_requests_only(server: RunningServer, client: C
     served = [one for one in waiting if isinstance(one, Answer)]
     failed = [one for one in waiting if isinstance(one, ServerError)]
     assert len(served) + len(failed) == 5
-    assert all(one.token_ids == want for one in served if len(one.token_ids) == 30)
+    assert all(one.token_ids == want for one in served if len(one.token_ids) == 16)
     assert all("the server goes on" in one.message for one in failed)
     assert not any("Traceback" in one.message or "deleted" in one.message for one in failed)
     # the log has what the clients were not told
@@ -82,22 +82,22 @@ def test_a_slots_next_tenant_has_none_of_its_drafts(client: Client, ids: Ids):
     behind is that of a request that was cancelled, and a request that is sent again with what it
     had so far.
     """
-    whole = client.generate(ids(7), temperature=0.0, max_new_tokens=60, ignore_eos=True)
-    for count in (1, 2, 5, 9):
+    whole = client.generate(ids(7), temperature=0.0, max_new_tokens=30, ignore_eos=True)
+    for count in (1, 2, 6):
         streams = [client.stream(ids(9), **LONG) for _ in range(4)]
         for stream in streams:
             for _ in range(count):
                 next(stream)
         for stream in streams:
             stream.close()
-        got = client.generate(ids(7), temperature=0.0, max_new_tokens=60, ignore_eos=True)
+        got = client.generate(ids(7), temperature=0.0, max_new_tokens=30, ignore_eos=True)
         assert got.token_ids == whole.token_ids
         # drafts are no part of the answer, yet of the work: the same rounds, the same drafts
         assert got.finish.rounds == whole.finish.rounds
     resumed = client.generate(
-        [*ids(7), *whole.token_ids[:25]], temperature=0.0, max_new_tokens=35, ignore_eos=True
+        [*ids(7), *whole.token_ids[:13]], temperature=0.0, max_new_tokens=17, ignore_eos=True
     )
-    assert resumed.token_ids == whole.token_ids[25:]
+    assert resumed.token_ids == whole.token_ids[13:]
 
 
 def test_the_watchdog_turns_health_red_and_green_again(

@@ -38,8 +38,8 @@ def stopped(server: RunningServer) -> None:
 
 def test_a_cancelled_stream_frees_its_slot(server: RunningServer, client: Client, ids: Ids):
     """SRV-04: after three messages; the company's tokens are those it has alone."""
-    want = client.generate(ids(20), **{**SHORT, "max_new_tokens": 200})
-    with in_background(lambda: client.generate(ids(20), **{**SHORT, "max_new_tokens": 200})) as got:
+    want = client.generate(ids(20), **{**SHORT, "max_new_tokens": 60})
+    with in_background(lambda: client.generate(ids(20), **{**SHORT, "max_new_tokens": 60})) as got:
         stream = client.stream(ids(10), **LONG)
         for _ in range(3):
             next(stream)
@@ -142,7 +142,7 @@ def test_a_full_queue(server: RunningServer, client: Client, ids: Ids):
 
 def test_a_slow_reader_holds_nobody_up(server: RunningServer, client: Client, ids: Ids):
     """It reads when all is over: the slot was free long before, and nothing is missing."""
-    options = {**LONG, "max_new_tokens": 900, "logprobs": True, "top_logprobs": 5, "n": 2}
+    options = {**LONG, "max_new_tokens": 300, "logprobs": True, "top_logprobs": 5, "n": 2}
     slow = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
     with server.client(options=slow) as other:
         stream = other.stream(ids(6), **options)
@@ -153,12 +153,12 @@ def test_a_slow_reader_holds_nobody_up(server: RunningServer, client: Client, id
         chunks += stream
     for sample in range(2):
         own = [chunk for chunk in chunks if chunk.sample == sample]
-        assert sum(len(chunk.token_ids) for chunk in own) == 900
-        assert sum(len(chunk.top_logprobs) for chunk in own) == 900
+        assert sum(len(chunk.token_ids) for chunk in own) == 300
+        assert sum(len(chunk.top_logprobs) for chunk in own) == 300
         assert own[-1].finish is not None
         assert sum(chunk.rounds for chunk in own) == own[-1].finish.rounds
     # what waited came in few pieces
-    assert len(chunks) < 900
+    assert len(chunks) < 300
 
 
 def test_clients_that_are_killed(server: RunningServer, client: Client, ids: Ids):
