@@ -14,7 +14,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
     r"H200": {
         "skinny_matmul": ((_VERIFY, ("triton",)),),
         "skinny_matmul.projections": ((_VERIFY, ("triton",)),),
-        "gated_residual.boundary": ((_VERIFY, ("triton",)),),
+        "gated_residual.boundary": ((_DECODE, ("mosaic_hopper", "triton")), (_VERIFY, ("triton",))),
         "moe.route": ((_VERIFY, ("triton",)),),
         "moe.experts": ((_VERIFY, ("triton",)),),
         "index_score": ((_VERIFY, ("triton",)),),

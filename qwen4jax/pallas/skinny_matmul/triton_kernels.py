@@ -1,10 +1,8 @@
 """Dense projections of few rows in Triton: the weight streams once through tensor cores.
 
-Three tilings. `wide`: 64 weight rows a program, the left operand of tensor cores, so that the few
-tokens are the narrow side of the product. `narrow` and `few`: for matrices with too few rows to
-give every multiprocessor a wide tile. `narrow` has the tokens as the left operand and 16 weight
-rows; `few` (up to 8 tokens) multiplies 8 weight rows without tensor cores, which it would leave
-mostly empty, and adds up at the end.
+The weight's rows are the left operand, so that the few tokens are the narrow side of the product.
+Two tilings. `wide`: 64 weight rows a program. `narrow`: 16 weight rows and one warp, for matrices
+with too few rows to give every multiprocessor a wide tile; five steps of it are under way at once.
 Several weights that multiply the same rows go in one launch, each program to its own.
 
 Floor: the weight's bytes over 4.3 TB/s, plus 1 us for a launch. At 4 rows a 64 x 128 tile costs
@@ -66,25 +64,16 @@ def projections(
 
 def _tile(rows: int, inputs: int, outputs: Sequence[int]) -> dict[str, Any]:
     """How a program's share is cut, and the warps and stages that measured best with it."""
-    block_rows = triton.next_power_of_2(min(rows, 32))
+    block_rows = max(8, triton.next_power_of_2(min(rows, 32)))
     if sum(triton.cdiv(n, 64) for n in outputs) >= _ENOUGH_TILES:
-        cut = dict(MODE=_WIDE, BLOCK_ROWS=max(8, block_rows), BLOCK_N=64, BLOCK_K=128)
-        return cut | dict(num_warps=4, num_stages=4)
-    if rows <= 8:
-        step = min(512, inputs & -inputs)
-        cut = dict(MODE=_FEW, BLOCK_ROWS=block_rows, BLOCK_N=8 if rows <= 4 else 4, BLOCK_K=step)
-        return cut | dict(num_warps=8 if step == 512 else 4, num_stages=4)
+        return dict(BLOCK_ROWS=block_rows, BLOCK_N=64, BLOCK_K=128, STAGES=4, num_warps=4)
     step = min(256, inputs & -inputs)
-    cut = dict(MODE=_NARROW, BLOCK_ROWS=max(16, block_rows), BLOCK_N=16, BLOCK_K=step)
-    return cut | dict(num_warps=2, num_stages=4)
-
-
-_WIDE, _NARROW, _FEW = 0, 1, 2
+    return dict(BLOCK_ROWS=block_rows, BLOCK_N=16, BLOCK_K=step, STAGES=5, num_warps=1)
 
 
 @triton.jit
 def _one(
-    x, w, y, tile, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr,
+    x, w, y, tile, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of one weight's outputs."""
@@ -94,39 +83,22 @@ def _one(
     weight = w + outputs[:, None].to(tl.int64) * K + inputs[None, :]
     token = x + rows[:, None] * K + inputs[None, :]
     there = (outputs < N)[:, None]
-    live = (rows < ROWS)[:, None]
-    if MODE == 0:
-        acc = tl.zeros((BLOCK_N, BLOCK_ROWS), tl.float32)
-    elif MODE == 1:
-        acc = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_N, BLOCK_ROWS, BLOCK_K), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=4):
+    acc = tl.zeros((BLOCK_N, BLOCK_ROWS), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if N % BLOCK_N == 0:
             left = tl.load(weight + k, eviction_policy="evict_first")
         else:
             left = tl.load(weight + k, mask=there, other=0.0, eviction_policy="evict_first")
-        right = tl.load(token + k, mask=live, other=0.0)
-        if MODE == 0:
-            acc = tl.dot(left, right.T, acc)
-        elif MODE == 1:
-            acc = tl.dot(right, left.T, acc)
-        else:
-            acc += left.to(tl.float32)[:, None, :] * right.to(tl.float32)[None, :, :]
-    if MODE == 0:
-        total = acc
-    elif MODE == 1:
-        total = acc.T
-    else:
-        total = tl.sum(acc, axis=2)
+        right = tl.load(token + k, mask=(rows < ROWS)[:, None], other=0.0)
+        acc = tl.dot(left, right.T, acc)
     place = y + rows[None, :] * N + outputs[:, None]
-    tl.store(place, total.to(y.dtype.element_ty), mask=(rows < ROWS)[None, :] & there)
+    tl.store(place, acc.to(y.dtype.element_ty), mask=(rows < ROWS)[None, :] & there)
 
 
 @triton.jit
 def _projections(
     x, w0, w1, w2, w3, y0, y1, y2, y3, ROWS: tl.constexpr, K: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, MODE: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     t0: tl.constexpr = tl.cdiv(N0, BLOCK_N)
@@ -134,13 +106,13 @@ def _projections(
     t2: tl.constexpr = t1 + tl.cdiv(N2, BLOCK_N)
     tile = tl.program_id(1)
     if tile < t0:
-        _one(x, w0, y0, tile, ROWS, K, N0, MODE, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+        _one(x, w0, y0, tile, ROWS, K, N0, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
     if N1 > 0:
         if (tile >= t0) & (tile < t1):
-            _one(x, w1, y1, tile - t0, ROWS, K, N1, MODE, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+            _one(x, w1, y1, tile - t0, ROWS, K, N1, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
     if N2 > 0:
         if (tile >= t1) & (tile < t2):
-            _one(x, w2, y2, tile - t1, ROWS, K, N2, MODE, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+            _one(x, w2, y2, tile - t1, ROWS, K, N2, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
     if N3 > 0:
         if tile >= t2:
-            _one(x, w3, y3, tile - t2, ROWS, K, N3, MODE, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+            _one(x, w3, y3, tile - t2, ROWS, K, N3, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
