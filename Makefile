@@ -1,16 +1,38 @@
 # Each target makes what it needs, the virtual environment included.
 VENV := .venv
+# torch and transformers, which nothing else here needs
+PARITY_VENV := .venv-parity
+PARITY_PYTHON := $(PARITY_VENV)/bin/python
+# an environment that is there already needs no making: make PARITY_PYTHON=/path/to/python parity
+PARITY_READY = $(if $(filter $(PARITY_VENV)/%,$(PARITY_PYTHON)),$(PARITY_VENV)/.ready)
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON_IN_VENV := $(VENV)/bin/python
 
+# a short beginning; SAMPLING= continues it greedily
+SAMPLING := --temperature 0.6 --seed 1
+define DEMO_PROMPT
+class Counter:
+    """Count how often each word was seen."""
+
+    def __init__(self):
+        self.counts = {}
+
+    def add(self, word):
+endef
+export DEMO_PROMPT
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check lint types format clean
+.PHONY: help demo parity test soak check lint types format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready-demo ## load a small checkpoint and continue a prompt
-	$(PYTHON_IN_VENV) checkpoints/random_tiny.py build/random-tiny
-	$(PYTHON_IN_VENV) -m qwen4jax build/random-tiny --ids 5,6,7,8 --max-new-tokens 32
+demo: $(VENV)/.ready-demo ## continue a prompt with the checkpoint that comes along
+	$(PYTHON_IN_VENV) -m qwen4jax --max-new-tokens 192 $(SAMPLING) "$$DEMO_PROMPT"
+
+parity: $(VENV)/.ready-demo $(PARITY_READY) ## compare its logits with those of transformers
+	$(PYTHON_IN_VENV) checkpoints/parity.py ours build/parity.npz
+	$(PARITY_PYTHON) checkpoints/parity.py theirs build/parity.npz
 
 test: $(VENV)/.ready-dev ## run the test suite (CPU; warnings are errors)
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist worksteal
@@ -31,8 +53,8 @@ format: $(VENV)/.ready-dev ## rewrite the sources in the project's format
 	$(PYTHON_IN_VENV) -m ruff check --fix
 	$(PYTHON_IN_VENV) -m ruff format
 
-clean: ## remove the virtual environment and all that was built
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the virtual environments and all that was built
+	rm -rf $(VENV) $(PARITY_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is younger than pyproject.toml when its extras are installed: then make does nothing.
@@ -45,3 +67,10 @@ $(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/pip
 # venv writes bin/pip last: a folder without it is an interrupted attempt, made anew.
 $(VENV)/bin/pip:
 	python=$$(bash .ci/find-python) && "$$python" -m venv --clear $(VENV)
+
+# the CPU's torch first: what the extra asks for is there then, without gigabytes for a GPU
+$(PARITY_VENV)/.ready: pyproject.toml
+	python=$$(bash .ci/find-python) && "$$python" -m venv --clear $(PARITY_VENV)
+	$(PARITY_VENV)/bin/pip install --quiet torch --index-url $(TORCH_INDEX)
+	$(PARITY_VENV)/bin/pip install --quiet --editable '.[hf]'
+	touch $@

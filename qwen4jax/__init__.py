@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qwen4jax.decode.text import Tokenizer
     from qwen4jax.forward_pass import forward
     from qwen4jax.params import init_params
+    from qwen4jax.weights.embedded import embedded_checkpoint
     from qwen4jax.weights.load import load
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Config",
     "Sampling",
     "Tokenizer",
+    "embedded_checkpoint",
     "fork",
     "forward",
     "generate",
@@ -45,6 +47,7 @@ _HOMES = {
     "decode.text": ("Tokenizer",),
     "forward_pass": ("forward",),
     "params": ("init_params",),
+    "weights.embedded": ("embedded_checkpoint",),
     "weights.load": ("load",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,18 +1,14 @@
-"""`python -m qwen4jax DIR PROMPT`: streams a continuation from a checkpoint directory."""
+"""`python -m qwen4jax [DIR] PROMPT`: streams a continuation from a checkpoint directory."""
 
 import argparse
+import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-# JAX and the model are imported once the command line is known to be right: they take seconds
+from qwen4jax.weights.embedded import embedded_checkpoint
 
-_NO_CHECKPOINT = (
-    "DIR: is missing, and no checkpoint comes with the package; pass the directory of a "
-    "Hugging Face checkpoint (config.json, *.safetensors), or make a random one: in a checkout "
-    "of the sources `python checkpoints/random_tiny.py DIR`"
-)
+# JAX and the model are imported once the command line is known to be right: they take seconds
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -20,11 +16,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m qwen4jax",
         description="Continue a prompt with a qwen4_exp checkpoint.",
-        usage="%(prog)s DIR PROMPT [options]",
+        usage="%(prog)s [DIR] PROMPT [options]",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
     )
     prompt = parser.add_argument_group("prompt")
-    prompt.add_argument("model", metavar="DIR", nargs="?", help="Hugging Face checkpoint directory")
+    prompt.add_argument(
+        "model", metavar="DIR", nargs="?", help="Hugging Face checkpoint (the one that comes along)"
+    )
     prompt.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue; or one of")
     prompt.add_argument("--chat", metavar="MESSAGE", help="a user's message, by the chat template")
     prompt.add_argument("--ids", metavar="5,6,7", help="token ids; needs no tokenizer")
@@ -46,12 +44,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         except ValueError:
             parser.error(f"--ids: {args.ids!r} is no list of integers")
     elsewhere = (args.ids is not None) + (args.chat is not None)
-    if args.model is None or (
-        args.text is None and not elsewhere and not Path(args.model).is_dir()
-    ):
-        parser.error(_NO_CHECKPOINT)
+    if args.text is None and not elsewhere and args.model and not os.path.isdir(args.model):
+        # a single word is a prompt, for there is a default model
+        args.model, args.text = None, args.model
     if elsewhere + (args.text is not None) != 1:
         parser.error("give one of PROMPT, --chat and --ids")
+    if args.model is None:
+        try:
+            args.model = str(embedded_checkpoint())
+        except FileNotFoundError as error:
+            parser.error(f"DIR: is not given, and {error}")
     return args
 
 
