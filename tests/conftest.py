@@ -13,9 +13,6 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # transformation may fill with anything (a sharding, a ShapeDtypeStruct, None).
 SHAPE_CHECKED = ("qwen4jax.pallas", "qwen4jax.layers", "qwen4jax.model", "qwen4jax.decode")
 
-# before any test module imports the package
-jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")
-
 # The same examples in every run, and no deadline: the first example of a test compiles.
 hypothesis.settings.register_profile(
     "qwen4jax", derandomize=True, max_examples=20, deadline=None, database=None
@@ -33,6 +30,8 @@ def pytest_configure(config: pytest.Config):
         # compiling programs that run once: a third of it goes into optimising them.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        # before any test module imports the package; Triton compiles no function that it wraps
+        jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
 def pytest_itemcollected(item: pytest.Item):

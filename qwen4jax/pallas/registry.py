@@ -7,9 +7,9 @@
     print(registry.explain())
 
 The order of choice: the implementation named in the call, the one named by `using`, the fastest
-that was measured on this kind of device (`measured.py`), the reference. An implementation named for an
-operation runs or raises; the others are skipped where they do not apply. What is chosen is part of what a
-jitted function is compiled for.
+that was measured on this kind of device (`measured.py`), the reference. An implementation named for
+an operation runs or raises; the others are skipped where they do not apply. What is chosen is part
+of what a jitted function is compiled for.
 """
 
 import contextlib

@@ -8,12 +8,15 @@ binding and compiles with the installed Triton. Triton itself is an extra ("qwen
 """
 
 import functools
+import importlib
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -22,19 +25,20 @@ Route = Literal["native", "jax_triton"]
 # the release whose `__gpu$xla.gpu.triton` target the tests and measurements have seen
 _NATIVE_RELEASE = (0, 11)
 _TARGET = "__gpu$xla.gpu.triton"
+# what a pointer points at, as Triton's signatures spell it and as its IR does
 _POINTEES = {
-    "bool": "i1",
-    "int8": "i8",
-    "uint8": "u8",
-    "int16": "i16",
-    "uint16": "u16",
-    "int32": "i32",
-    "uint32": "u32",
-    "int64": "i64",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float8_e4m3fn": "fp8e4nv",
+    "bool": ("i1", "i1"),
+    "int8": ("i8", "i8"),
+    "uint8": ("u8", "i8"),
+    "int16": ("i16", "i16"),
+    "uint16": ("u16", "i16"),
+    "int32": ("i32", "i32"),
+    "uint32": ("u32", "i32"),
+    "int64": ("i64", "i64"),
+    "float16": ("fp16", "f16"),
+    "bfloat16": ("bf16", "bf16"),
+    "float32": ("fp32", "f32"),
+    "float8_e4m3fn": ("fp8e4nv", "f8E4M3FN"),
 }
 
 
@@ -48,7 +52,7 @@ def triton_call(
     kernel: Any,
     name: str,
     out: Any,
-    grid: Sequence[int],
+    grid: Any,
     num_warps: int = 4,
     num_stages: int = 3,
     capability: int = 90,
@@ -57,6 +61,8 @@ def triton_call(
     **constants: Any,
 ) -> Any:
     """Runs `kernel` over `grid`; its parameters are the operands, the results, the constants.
+
+    A result that shares an operand's memory has no parameter: the kernel writes the operand.
 
     Args:
         operands: arrays, in the order of the kernel's pointer parameters.
@@ -106,7 +112,7 @@ _native.multiple_results = True
 
 @_native.def_abstract_eval
 def _(*operands: Any, out: Any, **_: Any) -> list[Any]:
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in out]
+    return [core.ShapedArray(shape, dtype) for shape, dtype in out]
 
 
 @functools.cache
@@ -120,7 +126,9 @@ _native.def_impl(lambda *operands, **how: _jitted(**how)(*operands))
 
 def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: Any) -> Any:
     ir = mlir.ir
-    pointers = [str(a.dtype) for a in ctx.avals_in] + [str(dtype) for _, dtype in out]
+    aliased = dict(how["aliases"]).values()
+    own = [str(dtype) for i, (_, dtype) in enumerate(out) if i not in aliased]
+    pointers = [str(a.dtype) for a in ctx.avals_in] + own
     entry, text = _triton_ir(
         kernel,
         tuple(pointers),
@@ -131,6 +139,8 @@ def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: An
     )
     # the function's name is the kernel's, in profiles too
     text = text.replace(f"@{entry}(", f"@{name}(")
+    for i in sorted(aliased):
+        text = _with_idle_pointer(text, len(ctx.avals_in) + i, str(out[i][1]))
     config = {
         "name": ir.StringAttr.get(name),
         "ir": ir.StringAttr.get(text),
@@ -144,6 +154,16 @@ def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: An
         _TARGET, backend_config=config, operand_output_aliases=dict(how["aliases"])
     )
     return lowering(ctx, *operands)
+
+
+def _with_idle_pointer(text: str, place: int, dtype: str) -> str:
+    """The kernel with one more parameter: XLA passes results that share memory, too."""
+    head, rest = text.split("(", 1)
+    parameters, body = rest.split(") attributes", 1)
+    listed = re.split(r", (?=%)", parameters)
+    kind = _POINTEES[dtype][1]
+    listed.insert(place, f"%idle{place}: !tt.ptr<{kind}> {{tt.divisibility = 16 : i32}}")
+    return f"{head}({', '.join(listed)}) attributes{body}"
 
 
 def _refuse(ctx: Any, *operands: Any, name: str, **_: Any) -> Any:
@@ -182,7 +202,7 @@ def _triton_ir(
         raise TypeError(
             f"{kernel.__name__}: {len(pointers)} arrays for the parameters {', '.join(arrays)}"
         )
-    pointer_types = dict(zip(arrays, (f"*{_POINTEES[p]}" for p in pointers), strict=True))
+    pointer_types = dict(zip(arrays, (f"*{_POINTEES[p][0]}" for p in pointers), strict=True))
     source = ASTSource(
         kernel,
         signature={n: pointer_types.get(n, "constexpr") for n in names},
@@ -190,7 +210,7 @@ def _triton_ir(
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in arrays},
     )
     target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
+    backend: Any = make_backend(target)
     options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
     context = ir.context()
     ir.load_dialects(context)
@@ -210,7 +230,7 @@ def _through_jax_triton(
     operands: Sequence[jax.Array],
     kernel: Any,
     out: Sequence[Any],
-    grid: Sequence[int],
+    grid: Any,
     num_warps: int,
     num_stages: int,
     capability: int,
@@ -224,7 +244,7 @@ def _through_jax_triton(
         *operands,
         kernel=kernel,
         out_type=[jax.ShapeDtypeStruct(o.shape, jnp.dtype(o.dtype)) for o in out],
-        grid=tuple(grid),
+        grid=cast(Any, tuple(grid)),
         num_warps=num_warps,
         num_stages=num_stages,
         compute_capability=capability,
@@ -235,8 +255,7 @@ def _through_jax_triton(
 
 def _complete_triton_driver() -> None:
     """jax-triton 0.4.1 imports a constant that Triton 3.6 lacks and loads stubs without it."""
-    import triton.backends.nvidia.driver as driver
-
+    driver: Any = importlib.import_module("triton.backends.nvidia.driver")
     if not hasattr(driver, "TMA_TF32"):
         # read for host-made TMA descriptors only, which no kernel here has
         driver.TMA_TF32 = 0

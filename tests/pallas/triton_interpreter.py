@@ -61,7 +61,7 @@ def interpret(
         kernel: of `@triton.jit`.
         grid: programs along one to three axes.
         operands: arrays for the first pointer parameters; they stay as they are.
-        outs: shape and dtype of each result, whose pointers follow.
+        outs: shape and dtype of each result, whose pointers follow, but for those in `aliases`.
         constants: the `tl.constexpr` parameters.
         aliases: operand number -> number of the result that shares its memory.
     """
@@ -71,7 +71,9 @@ def interpret(
     for operand, result in (aliases or {}).items():
         results[result] = given[operand] = np.array(operands[operand], order="C")
     names = [n for n in kernel.arg_names if n not in constants]
-    arrays = [*given, *results]
+    # a result in an operand's memory has no pointer of its own
+    shared = set((aliases or {}).values())
+    arrays = [*given, *(r for i, r in enumerate(results) if i not in shared)]
     pointers = {n: _pointer(x) for n, x in zip(names, arrays, strict=True)}
     with _one_at_a_time, _interpreted_language():
         run = _function(kernel)

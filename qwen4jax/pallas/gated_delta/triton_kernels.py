@@ -220,7 +220,7 @@ def norm_kernel(
 
 @triton.jit
 def commit_kernel(
-    state_in, conv_in, window, key, delta, decay, count, state, conv,
+    state, conv, window, key, delta, decay, count,
     T: tl.constexpr, J: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     K: tl.constexpr, E: tl.constexpr, KB: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +235,7 @@ def commit_kernel(
     ee = tl.arange(0, E)
     place = (row * V + head).to(tl.int64) * (K * E) + kk[:, None] * E + ee[None, :]
     # before it is known whether it is needed: one wait for memory less
-    s = tl.load(state_in + place)
+    s = tl.load(state + place)
     n = tl.load(count + row)
     if n > 0:
         added = tl.zeros((KB, E), tl.float32)

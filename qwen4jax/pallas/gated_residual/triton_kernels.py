@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false
 """The boundary of two sublayers in Triton: update, norm and mix in two or three launches.
 
 `down` adds the pending output to the streams, rounds them, and multiplies them with the low-rank

@@ -44,7 +44,7 @@ def projections(
     results = triton_call(
         flat,
         *weights,
-        *weights[:1] * absent,
+        *[weights[0]] * absent,
         kernel=_projections,
         name=f"skinny_matmul_{rows}x{sum(outputs)}x{inputs}",
         # what is never written is small

@@ -1,0 +1,74 @@
+"""Compiles every Triton kernel at a released size, for a GPU that is not there.
+
+Run in a process of its own: `python compile_kernels.py KIND ROUTE < TARGET`, with KIND as JAX would
+call the device ("NVIDIA H200") and TARGET a description as XLA dumps it. For each implementation in
+Triton compiles the first large case that it takes. Prints a JSON object: operation -> case, and the
+kernels in XLA's program.
+"""
+
+import importlib
+import json
+import re
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from qwen4jax.pallas import registry, triton_call
+from qwen4jax.pallas.cases import Case
+
+
+def main(kind: str, route: Any) -> None:
+    topology = topologies.get_topology_desc(
+        "gpu", platform="cuda", target_config=sys.stdin.read(), topology="1x1x1"
+    )
+    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
+    here = jax.sharding.NamedSharding(mesh, jax.P())
+    triton_call.default_route = lambda: route
+    compiled = {}
+    for operation in registry.operations().values():
+        package, _, function = operation.name.partition(".")
+        run = getattr(importlib.import_module(f"qwen4jax.pallas.{package}"), function or package)
+        cases = importlib.import_module(f"qwen4jax.pallas.{package}.cases").CASES
+        for name in operation:
+            if not name.startswith("triton"):
+                continue
+            own = (c for c in cases if c.function == (function or package) and c.device_only)
+            for case in own:
+                with registry.using(device=kind):
+                    hlo = compile_case(case, run, name, here)
+                if hlo is not None:
+                    kernels = re.findall(r'custom_call_target="([^"]*triton[^"]*)"', hlo)
+                    compiled[f"{operation.name}/{name}"] = [case.name, len(kernels)]
+                    break
+    print(json.dumps(compiled))
+
+
+def compile_case(case: Case, run: Any, name: str, here: Any) -> str | None:
+    """XLA's program of a case, or None where the implementation does not take it."""
+    static: dict[str, Any] = {}
+
+    def arrays() -> dict[str, Any]:
+        inputs = case.build(np.random.default_rng(0))
+        static.update({k: v for k, v in inputs.items() if not _traced(v)})
+        return {k: v for k, v in inputs.items() if k not in static}
+
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)  # noqa: E731
+    given = jax.tree.map(place, jax.eval_shape(arrays))
+    call = jax.jit(lambda given: run(**given, **static, implementation=name))
+    try:
+        lowered = call.lower(given)
+    except NotImplementedError:
+        return None
+    return lowered.compile().as_text()
+
+
+def _traced(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
