@@ -56,7 +56,8 @@ def table(rows: list[dict]) -> str:
             row["case"],
             str(row["rows"]),
             f"{row['bytes'] / 1e6:.2f}",
-            f"**{row['us']:.2f}**",
+            # where the host is as slow, the device may be faster
+            f"**{'≤ ' if row.get('host_us', 0) > 0.85 * row['us'] else ''}{row['us']:.2f}**",
             f"{row['bandwidth_fraction']:.0%}",
             row["implementation"],
             f"{row['xla_us']:.2f}" if row["xla_us"] else "",
@@ -76,7 +77,8 @@ def section(device: str) -> str:
     text = [
         "Median microseconds of a call in a CUDA graph of many, weights cold; `share of copy` is "
         "of a large copy's bandwidth in the same process; `faster` against the public kernel, or "
-        "against XLA where there is none. Method in `bench/kernels.py` and `bench/timing.py`."
+        "against XLA where there is none; `≤` where the host was as slow as the device. Method in "
+        "`bench/kernels.py` and `bench/timing.py`."
     ]
     for op, rows in found.items():
         commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))

@@ -36,6 +36,37 @@ def rounds(device: str) -> str:
     return "\n".join(rows)
 
 
+def measured_runs(device: str) -> dict[tuple, list[dict]]:
+    """(config, batch, context, drafts) -> lines whose parts are resolved, oldest first."""
+    found: dict[tuple, list[dict]] = {}
+    for record in map(json.loads, (RESULTS / device / "decode.jsonl").read_text().splitlines()):
+        if record["parts_ms"]:
+            key = tuple(record[name] for name in ("config", "batch", "context", "draft"))
+            found.setdefault(key, []).append(record)
+    return found
+
+
+def progress(lines: list[dict]) -> str:
+    """The parts of the first line that has the newest's configuration, and of the newest."""
+    first, last = lines[0], lines[-1]
+    names = dict.fromkeys([*first["parts_ms"], *last["parts_ms"]])
+    rows = [
+        f"| part | ms at {first['commit']} | ms at {last['commit']} | floor ms |",
+        "|---|---|---|---|",
+    ]
+    for name in sorted(names, key=lambda n: -first["parts_ms"].get(n, 0.0)):
+        before, after, floor = (
+            f"{of[name]:.3f}" if name in of else ""
+            for of in (first["parts_ms"], last["parts_ms"], last["floor_parts_ms"])
+        )
+        rows.append(f"| {name} | {before} | {after} | {floor} |")
+    rows.append(
+        f"| **round (wall)** | **{first['round_ms']:.2f}** | **{last['round_ms']:.2f}** "
+        f"| **{last['floor_ms']:.2f}** |"
+    )
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="nvidia-h200")
@@ -48,6 +79,13 @@ def main() -> None:
     print("\n## Where the time goes\n")
     print(table(record))
     print("\n![roofline](roofline.png)")
+    for lines in measured_runs(device).values():
+        if len(lines) > 1:
+            print(f"\n### Batch {lines[-1]['batch']}, N = {lines[-1]['draft']}: progress\n")
+            print(progress(lines))
+        if lines[-1] != record:
+            print(f"\n### Batch {lines[-1]['batch']}, N = {lines[-1]['draft']}\n")
+            print(table(lines[-1]))
     if kernels := kernel_table.section(device):
         print(f"\n## Kernels\n\n{kernels}\n\n![kernels](kernels.png)")
 

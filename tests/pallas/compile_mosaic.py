@@ -44,7 +44,7 @@ def main(target: str) -> None:
         dtypes = (dtype,) * len(weights)
         assemble(functools.partial(projections, out_dtypes=dtypes), array(rows, inputs), weights)
     norm, down, up, inject = array(10240), array(320, 10240), array(10240, 320), array(4, 10240)
-    for name, rows, final in (("", 4, False), ("", 32, True), ("_direct", 4, False)):
+    for rows, final in ((4, False), (32, True)):
         assemble(
             functools.partial(boundary, eps=1e-6),
             array(rows, 1, 4, 2560),
@@ -53,7 +53,6 @@ def main(target: str) -> None:
             down,
             up,
             None if final else inject,
-            implementation=f"mosaic_hopper{name}",
         )
 
 

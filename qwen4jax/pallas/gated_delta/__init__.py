@@ -55,7 +55,6 @@ STEP = Operation(
         "reference": reference.step,
         "triton": _STEP_KERNEL(_TRITON + "step"),
         "triton_16_warps": _STEP_KERNEL(_TRITON + "step_16_warps"),
-        "triton_split": _STEP_KERNEL(_TRITON + "step_split"),
     },
 )
 COMMIT = Operation(

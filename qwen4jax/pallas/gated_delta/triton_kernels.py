@@ -278,11 +278,6 @@ def step_16_warps(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
     return _step(qkv, z, a, b, weights, state, key_heads, activation, eps, (split, 16))
 
 
-def step_split(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
-    """`step` with four programs to a head, for one or two rows; its norm is a second kernel."""
-    return _step(qkv, z, a, b, weights, state, key_heads, activation, eps, (4, 8))
-
-
 def _step(qkv, z, a, b, weights, state, key_heads, activation, eps, tile):
     rows, places, width = qkv.shape
     _, heads, key, value = state.recurrent.shape

@@ -37,12 +37,6 @@ def _refuses_mosaic(
     return None
 
 
-def _refuses_mosaic_direct(streams: Any, *args: Any, **kwargs: Any) -> str | None:
-    if (rows := streams.shape[0] * streams.shape[1]) > 8:
-        return f"takes 1 to 8 rows, not {rows}"
-    return _refuses_mosaic(streams, *args, **kwargs)
-
-
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
 _HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
 
@@ -56,10 +50,6 @@ BOUNDARY = Operation(
             refuses=_refuses,
         ),
         "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
-        # with one semaphore less, and more to read
-        "mosaic_hopper_direct": Kernel(
-            f"{_MOSAIC}.boundary_direct", refuses=_refuses_mosaic_direct, **_HOPPER
-        ),
     },
 )
 MIX = Operation("gated_residual.mix", {"reference": reference.mix})

@@ -20,7 +20,6 @@ class Sizes:
         rank: of the gates' projection.
         pending: whether an update comes before.
         inject: whether injection weights are wanted.
-        direct: whether each CTA of the last stage adds up all low-rank features for itself.
         eps: of the norm.
     """
 
@@ -30,7 +29,6 @@ class Sizes:
     rank: int
     pending: bool
     inject: bool
-    direct: bool
     eps: float
 
     @property
@@ -61,7 +59,7 @@ class Sizes:
     @property
     def sums(self) -> int:
         """CTAs of the last stage that add up low-rank features for all, before."""
-        return 0 if self.direct else self.rank // 64 * (self.tokens // 8)
+        return self.rank // 64 * (self.tokens // 8)
 
     @property
     def injects(self) -> int:
@@ -81,7 +79,7 @@ class Sizes:
             # what a slice of columns adds: to the features, then to the injection weights
             "partial": shape((self.slices, self.rank + 64 * self.inject, self.tokens), f32),
             "squares": shape((self.slices, self.tokens), f32),
-            "low": None if self.direct else shape((self.rank, self.tokens), bf16),
+            "low": shape((self.rank, self.tokens), bf16),
             "wanted": shape((self.rows, self.streams), f32) if self.inject else None,
             "settled": shape((self.rows, wide), bf16) if self.pending else None,
             "x": shape((self.rows, self.hidden), bf16),

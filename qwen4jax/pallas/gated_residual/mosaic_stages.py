@@ -199,14 +199,11 @@ def mix(z: Sizes, unit: Any, refs: dict[str, Any], wait: Callable[[], None]) -> 
 
         def take(tile, carry):
             top = tile * 64
-            if z.direct:
-                value = _low(z, top, every, scales, refs)
-            else:
-                value = plgpu.load(refs["low"].at[pl.ds(top, 64)], layout=_TILE, optimized=False)
-            low.at[tile].T[...] = value
+            rows = refs["low"].at[pl.ds(top, 64)]
+            low.at[tile].T[...] = plgpu.load(rows, layout=_TILE, optimized=False)
             return carry
 
-        lax.fori_loop(0, z.rank // 64, take, (), unroll=not z.direct)
+        lax.fori_loop(0, z.rank // 64, take, (), unroll=True)
         plgpu.commit_smem()
         plgpu.barrier_wait(loaded)
 
