@@ -22,10 +22,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "index_score": _TRITON,
         "index_topk": _TRITON,
         "sparse_attention": _TRITON,
-        "compress_and_store.prepare_and_store": _TRITON,
         "gated_delta.step": ((_DECODE, ("triton",)), (_VERIFY, ("triton_16_warps", "triton"))),
         "gated_delta.commit": _FEW_TRITON,
-        "ple.embed": _TRITON,
-        "ple.mix": _TRITON,
     }
 }

@@ -1,5 +1,8 @@
 """Which implementation of an operation runs, and what is said about it."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +12,7 @@ from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import skinny_matmul
 
 H200 = "NVIDIA H200"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def few_only(x):
@@ -122,6 +126,17 @@ def test_the_measured_table_names_what_there_is():
             assert list(rows) == sorted(rows, key=lambda row: row[0])
             for _, implementations in rows:
                 assert set(implementations) <= set(known[name]), name
+
+
+def test_what_is_preferred_was_right_and_measured_on_the_device():
+    """A line is written only after the result was compared with the reference."""
+    folders = {r"H200": "nvidia-h200"}
+    for device, table in measured.FASTEST.items():
+        file = RESULTS / folders[device] / "kernels.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        measured_there = {(line["op"], line["implementation"]) for line in lines}
+        preferred = {(op, names[0]) for op, rows in table.items() for _, names in rows}
+        assert preferred <= measured_there
 
 
 def test_a_kernel_that_reaches_a_cpu_says_so():
