@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qwen4jax.serve.client import Client
-from tests.serve import checkpoint
+from qwen4jax.serve.options import EMBEDDED
 from tests.serve.running import RunningServer
 
 
@@ -22,9 +22,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(shared: Path) -> Path:
+def model() -> Path:
     """The served checkpoint."""
-    return checkpoint.made_in(shared)
+    return EMBEDDED
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen4jax.serve.client import AsyncClient, ServerError
-from tests.serve import checkpoint
+from qwen4jax.serve.options import EMBEDDED
 from tests.serve.running import RunningServer
 
 CANCELLED, LATE, WRONG = 0.2, 0.1, 0.05
@@ -190,20 +190,19 @@ def _balance(books: Books, codes: collections.Counter[str], count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Soak a server of the tests' checkpoint.")
+    parser = argparse.ArgumentParser(description="Soak a server of the embedded checkpoint.")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--distinct", type=int, default=200)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = checkpoint.made_in(Path(folder))
-        with RunningServer(model, Path(folder) / "programs", *FLAGS) as server:
-            server.ready()
-            figures = soak(
-                server, count=args.requests, clients=args.clients, distinct=args.distinct
-            )
-            server.signal()
-            assert server.exit_code(30) == 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunningServer(EMBEDDED, Path(folder) / "programs", *FLAGS) as server,
+    ):
+        server.ready()
+        figures = soak(server, count=args.requests, clients=args.clients, distinct=args.distinct)
+        server.signal()
+        assert server.exit_code(30) == 0
     for name, value in figures.items():
         print(f"{name}: {value}")
 
