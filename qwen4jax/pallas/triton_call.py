@@ -190,8 +190,32 @@ def _triton_ir(
     """The kernel's entry name and its Triton IR, made by Triton's front end."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
+
+    target = GPUTarget("cuda", capability, 32)
+    backend: Any = make_backend(target)
+    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source(kernel, pointers, constants).make_ir(
+        target,
+        options,
+        backend.get_codegen_implementation(options),
+        backend.get_module_map(),
+        context,
+    )
+    module = backend.make_ttir(module, {}, options, capability)
+    return module.get_entry_func_name(), module.str_nodebug()
+
+
+def source(kernel: Any, pointers: tuple[str, ...], constants: tuple[tuple[str, Any], ...]) -> Any:
+    """The kernel for these dtypes of its arrays and these constants, as Triton compiles it.
+
+    Raises:
+        TypeError: the kernel has other parameters.
+    """
+    from triton.compiler import ASTSource
 
     fixed = dict(constants)
     names = kernel.arg_names
@@ -203,27 +227,12 @@ def _triton_ir(
             f"{kernel.__name__}: {len(pointers)} arrays for the parameters {', '.join(arrays)}"
         )
     pointer_types = dict(zip(arrays, (f"*{_POINTEES[p][0]}" for p in pointers), strict=True))
-    source = ASTSource(
+    return ASTSource(
         kernel,
         signature={n: pointer_types.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in fixed.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in arrays},
     )
-    target = GPUTarget("cuda", capability, 32)
-    backend: Any = make_backend(target)
-    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    module = source.make_ir(
-        target,
-        options,
-        backend.get_codegen_implementation(options),
-        backend.get_module_map(),
-        context,
-    )
-    module = backend.make_ttir(module, {}, options, capability)
-    return module.get_entry_func_name(), module.str_nodebug()
 
 
 def _through_jax_triton(
