@@ -17,7 +17,8 @@ HERE = "127.0.0.1:50051"
 
 
 def test_client_lines_run(server: RunningServer, capsys: pytest.CaptureFixture[str]):
-    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    section = README.partition("\n## Serve\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(code.replace(HERE, server.target), {})
     first = capsys.readouterr().out.splitlines()[0]
     assert re.match(r"\[\d+(, \d+)*\] (stop|length) ", first)
