@@ -8,16 +8,16 @@ PARITY_READY = $(if $(filter $(PARITY_VENV)/%,$(PARITY_PYTHON)),$(PARITY_VENV)/.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTHON_IN_VENV := $(VENV)/bin/python
 
-# a short beginning; SAMPLING= continues it greedily
-SAMPLING := --temperature 0.6 --seed 1
+# a short beginning; SAMPLING= continues it greedily, which soon repeats itself
+SAMPLING := --temperature 0.7 --top-p 0.95 --seed 1
 define DEMO_PROMPT
-class Counter:
-    """Count how often each word was seen."""
+import os
+import sys
+import argparse
 
-    def __init__(self):
-        self.counts = {}
 
-    def add(self, word):
+def main(argv=None):
+    parser = argparse.ArgumentParser(
 endef
 export DEMO_PROMPT
 

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 import qwen4jax
-from checkpoints import random_tiny
 from qwen4jax import __main__ as command
 from qwen4jax.decode.batching import Delta
 from qwen4jax.decode.text import Tokenizer
+from qwen4jax.weights import embedded
 from qwen4jax.weights.save import save
 from tests.decode.sample_tokenizers import write
 from tests.decode.small import EOS, GREEDY, MODEL, one_bucket, params, plain
-from tests.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=8)
@@ -65,9 +64,8 @@ def test_text_is_streamed(checkpoint: str, capsys, monkeypatch, arguments: list[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "DIR: is missing, and no checkpoint comes with the package; pass the directory"),
-        (["Hello there"], "DIR: is missing"),
-        (["--ids", "5"], "DIR: is missing"),
+        ([], "give one of PROMPT, --chat and --ids"),
+        ([""], "give one of PROMPT, --chat and --ids"),
         (["HERE"], "give one of PROMPT, --chat and --ids"),
         (["HERE", "Hello", "--ids", "5"], "give one of PROMPT, --chat and --ids"),
         (["HERE", "--chat", "Hello", "--ids", "5"], "give one of PROMPT, --chat and --ids"),
@@ -162,13 +160,31 @@ def test_public_names_are_there():
         _ = qwen4jax.genrate
 
 
-def test_the_notebook_runs(monkeypatch, capsys):
-    """Every cell in turn, on a small model in one bucket."""
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["def f"], "def f"), (["a/b c"], "a/b c"), (["--ids", "5"], None), (["--chat", "Hi"], None)],
+)
+def test_the_embedded_checkpoint_is_the_default(arguments: list[str], text: str | None):
+    args = command.parse(arguments)
+    assert Path(args.model) == ROOT / "checkpoints" / "tiny"
+    assert args.text == text
+
+
+def test_a_missing_default_is_an_error_that_says_so(monkeypatch, tmp_path: Path, capsys):
+    monkeypatch.setattr(embedded, "_PLACES", (tmp_path,))
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["def f"])
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert (
+        "error: DIR: is not given, and the checkpoint that comes with the package is missing" in err
+    )
+
+
+def test_the_notebook_runs(monkeypatch, capsys, checkpoint: str):
+    """Every cell in turn, on a smaller model in one bucket."""
     one_bucket(monkeypatch)
-    monkeypatch.setattr(random_tiny, "config", lambda: MODEL)
-    monkeypatch.setattr(random_tiny, "init_params", random_params)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(embedded, "_PLACES", (Path(checkpoint),))
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     assert all(not cell["outputs"] for cell in notebook["cells"] if "outputs" in cell)
     sources = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
@@ -176,9 +192,8 @@ def test_the_notebook_runs(monkeypatch, capsys):
     for number, source in enumerate(sources):
         exec(compile(source, f"quickstart cell {number}", "exec"), namespace)
     out = capsys.readouterr().out
-    state = re.findall(r"cached_tokens=40\) (\[.*\])", out)
-    assert len(state) == 3
-    assert f"as given whole: {state[0]}" in out
+    state = re.findall(r"cached_tokens=\d+\) (\[.*\])", out)
+    assert f"as given whole: {state[-2]}" in out
     shares = re.findall(r"^(fresh|share) +[\d.]+ tokens per round, (.*)$", out, re.MULTILINE)
     assert [name for name, _ in shares] == ["fresh", "share"]
     assert shares[0][1] == shares[1][1]

@@ -18,7 +18,7 @@ def test_notebook_lines_run(capsys):
     exec(compile(lines_of("In a notebook"), str(README), "exec"), names)
     ids, shapes = capsys.readouterr().out.splitlines()
     assert re.match(r"\[\d+(, \d+)*\] (stop|length) ", ids)
-    assert shapes.startswith("(1, 4, 384) ")
+    assert shapes.startswith("(1, 4, 4096) ")
     assert "layer03.indexer.selected" in shapes
     exec(compile(lines_of("Kernels"), str(README), "exec"), names)
     said = capsys.readouterr().out
