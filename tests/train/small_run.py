@@ -25,10 +25,9 @@ CONFIG = Config.tiny(
     ple_layer_ids=(1,),
 )
 # all of one shape, of which compiling is most: dense first, then the hard selection
-SHAPE = {"length": 64, "batch": 8}
-RECIPE = Recipe(
-    (Phase(0.25, dense=True, **SHAPE), Phase(1.0, **SHAPE)), learning_rate=1e-2, drafts=2
-)
+LENGTH, BATCH = 64, 8
+PHASES = Phase(0.25, LENGTH, BATCH, dense=True), Phase(1.0, LENGTH, BATCH)
+RECIPE = Recipe(PHASES, learning_rate=1e-2, drafts=2)
 
 
 def write_text(folder: Path) -> float:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import random_tiny
-from qwen4jax.weights.load import load
-from tests.weights.edit import GOLDEN, copy_of, random_params
+from tests.weights.edit import GOLDEN, copy_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -51,27 +49,3 @@ def test_inspect_of_no_checkpoint(tmp_path: Path):
         assert run.returncode == 1
         assert why in run.stdout
         assert not run.stderr
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch):
-    """Random weights that need no compilation; the demo makes the real ones."""
-    monkeypatch.setattr(random_tiny, "init_params", random_params)
-
-
-def test_a_random_checkpoint_says_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "build" / "random"
-    random_tiny.main([str(path)])
-    assert "random weights" in (path / "config.json").read_text()
-    first = load(path)
-    assert first.config == random_tiny.config()
-    random_tiny.main([str(path), "--seed", "1"])
-    assert (load(path).lm_head != first.lm_head).any()
-    assert "wrote" in capsys.readouterr().out
-
-
-def test_a_random_checkpoint_replaces_nothing_else(tmp_path: Path):
-    path = copy_of("t0", tmp_path)
-    with pytest.raises(FileExistsError):
-        random_tiny.main([str(path)])
-    load(path)
