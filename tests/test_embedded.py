@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen4jax.config import Config
 from qwen4jax.weights import embedded
+from qwen4jax.weights.checkpoint import survey
 from qwen4jax.weights.embedded import embedded_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def test_the_files_are_those_of_the_manifest():
 
 def test_it_has_every_mechanism():
     assert embedded_checkpoint() == TINY
-    config = Config.from_hf(TINY)
+    config = survey(TINY).config
     assert set(config.layer_types) == {"linear_attention", "qwen_sparse_attention"}
     assert config.hc_count == 4
     assert config.ple_layer_ids == (2,)
