@@ -205,12 +205,19 @@ class DeviceLoop:
             self._score_next = feed
         if not feed:
             self._score_step(served)
-        before = engine.rounds, engine.prefills
+        counted = engine.rounds, engine.prefills
+        # counted before they are delivered: who has an answer finds its rounds in the status
         for delta in engine.advance(feed=feed):
+            counted = self._count_steps(engine, counted)
             self._deliver(delta)
-        self._metrics.rounds.inc(engine.rounds - before[0])
-        self._metrics.prefill_steps.inc(engine.prefills - before[1])
+        self._count_steps(engine, counted)
         self._count()
+
+    def _count_steps(self, engine: Engine, counted: tuple[int, int]) -> tuple[int, int]:
+        """Adds what the engine has dispatched since; returns how much that is in all."""
+        self._metrics.rounds.inc(engine.rounds - counted[0])
+        self._metrics.prefill_steps.inc(engine.prefills - counted[1])
+        return engine.rounds, engine.prefills
 
     def _score_step(self, served: Served) -> None:
         if self._scoring is None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FIELDS = (
     "config devices batch context draft acceptance round_ms verify_ms draft_ms commit_ms host_ms "
@@ -89,7 +87,6 @@ def test_the_report_is_made_of_the_results():
 
 
 def test_resources_of_a_kernel_without_a_device():
-    pytest.importorskip("triton")
     text = run(*"bench.resources --op skinny_matmul --small --case ^bfloat16_tiles$".split())
     (line,) = text.splitlines()
     assert "triton skinny_matmul_5x48x256: grid (1, 3, 1), 1 warps: " in line

@@ -263,6 +263,5 @@ def test_the_table_shows_the_fastest_of_the_newest(monkeypatch, tmp_path: Path):
     assert "| lm_head_4 | 4 | 1000.00 | **250.00** | 50% | triton | 400.00 |  |  | 1.6x |" in text
     assert "one_row" not in text
     assert kernel_table.section("b") == ""
-    pytest.importorskip("matplotlib")
     kernel_table.picture(kernel_table.ranked(kernel_table.newest("a")), tmp_path / "kernels.png")
     assert (tmp_path / "kernels.png").stat().st_size > 1000

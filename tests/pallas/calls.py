@@ -59,7 +59,6 @@ def runs_here(implementation: str | None) -> contextlib.AbstractContextManager[N
     """Lets an implementation in a kernel language run on the CPU, interpreted."""
     language = (implementation or "").split("_")[0]
     if language == "triton":
-        pytest.importorskip("triton")
         from tests.pallas.triton_interpreter import interpreted
 
         return interpreted()

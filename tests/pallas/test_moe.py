@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from qwen4jax import quant
 from qwen4jax.pallas.moe import EXPERTS, ROUTE, experts, route
@@ -77,7 +76,6 @@ def test_hidden_values_are_rounded_to_the_activations_dtype():
 
 def test_nvfp4_products_are_exact_in_the_kernel():
     """All 16 codes with all 256 scales, NaN among them, against float64: no bit differs."""
-    pytest.importorskip("triton")
     from qwen4jax.pallas.moe.triton_experts import down_kernel
     from tests.pallas.triton_interpreter import interpret
 
