@@ -27,6 +27,14 @@ COLUMNS = (
 )
 
 
+TUNING = (
+    "`tuning.jsonl` has what tiles were chosen by, from one run of the kernels of its commit with "
+    "other constants. Names of projections: m0 weights left, m1 tokens left; n outputs, k inputs, "
+    "w warps and s stages of a program. Of experts: g and d steps ahead of gate/up and down, c "
+    "columns of the sum. Projections are since cut as v_m0n16k256w1s5, the selection as v_warps8."
+)
+
+
 def rounds(device: str) -> str:
     """Every line of `decode.jsonl` in Markdown."""
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
@@ -88,6 +96,8 @@ def main() -> None:
             print(table(lines[-1]))
     if kernels := kernel_table.section(device):
         print(f"\n## Kernels\n\n{kernels}\n\n![kernels](kernels.png)")
+    if (RESULTS / device / "tuning.jsonl").exists():
+        print(f"\n{TUNING}")
 
 
 if __name__ == "__main__":
