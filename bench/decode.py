@@ -45,6 +45,7 @@ from bench.released import (
 )
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization
+from qwen4jax.decode.burst import empty, send
 from qwen4jax.decode.round import speculative_round
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls, synthetic_accept
@@ -109,7 +110,8 @@ def compile_round(run: Run, params: Params) -> tuple[Any, float]:
     """The compiled round, and the seconds it took."""
     batch, drafts = run.args.batch, run.args.draft
 
-    def bench_round(params, state, controls, active, number):
+    def bench_round(params, state, controls, active, number, room):
+        del room
         accepted = synthetic_accept(
             run.args.acceptance, 0, number, jnp.arange(batch, dtype=jnp.int32), drafts
         )
@@ -122,13 +124,14 @@ def compile_round(run: Run, params: Params) -> tuple[Any, float]:
     begun = time.time()
     active = jax.ShapeDtypeStruct((batch,), bool)
     compiled = (
-        jax.jit(bench_round, donate_argnums=(1, 2, 3, 4))
+        jax.jit(bench_round, donate_argnums=(1, 2, 3, 4, 5), keep_unused=True)
         .lower(
             params.replace(config=run.config),
             abstract(run.config, run.shapes),
             run.controls(),
             active,
             jax.ShapeDtypeStruct((), jnp.int32),
+            empty(batch, drafts),
         )
         .compile()
     )
@@ -144,7 +147,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     params = params.replace(config=config)
     state = filled_state(config, run.shapes, args.context)
     distinct = distinct_experts(params, state, drafts)
-    carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0))
+    carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0), empty(batch, drafts))
     del state
     call = lambda c: compiled(params, *c)  # noqa: E731
     # the first rounds build the graph
@@ -159,7 +162,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     round_ms = statistics.median(walls) * 1e3
     parts, kernels, longest = {}, None, {}
     if not args.no_profile:
-        events = device_kernels(lambda c: call(c)[:4], carry, rounds=3)
+        events = device_kernels(call, carry, rounds=3)
         parts, kernels = time_by_part(events, compiled.as_text() or "", rounds=3)
         longest = time_by_kernel(events, rounds=3)
     floor = floor_parts(
@@ -221,15 +224,15 @@ class Group:
 
 def queue_rounds(run, carry, rounds: int) -> tuple[tuple, Group]:
     """Dispatches rounds without waiting between them, then waits for the last."""
-    begun, hosts, counts = time.perf_counter(), [], []
+    begun, hosts, bursts = time.perf_counter(), [], []
     for _ in range(rounds):
         called = time.perf_counter()
-        *carry, burst = run(carry)
+        carry = run(carry)
+        bursts.append(send(carry[-1]))
         hosts.append(time.perf_counter() - called)
-        counts.append(burst.count)
-    jax.block_until_ready(counts)
+    given = [float(np.mean(burst.read()["count"])) for burst in bursts]
     wall = (time.perf_counter() - begun) / rounds
-    return tuple(carry), Group(wall, hosts, [float(np.mean(np.asarray(n))) for n in counts])
+    return carry, Group(wall, hosts, given)
 
 
 GROUP = 20

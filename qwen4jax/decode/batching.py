@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from qwen4jax.decode.burst import Burst, Sent, empty, send
 from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.portable import graft
 from qwen4jax.decode.prefill import feed
 from qwen4jax.decode.requests import Request
-from qwen4jax.decode.round import Burst, begin, run_round
+from qwen4jax.decode.round import begin, run_round
 from qwen4jax.decode.sampling import Row, make_controls
 from qwen4jax.decode.stopping import Controls, FinishReason, StopStrings, set_row
 from qwen4jax.decode.text import StreamDecoder, Tokenizer
@@ -193,7 +194,8 @@ class Engine:
         vocab = params.config.vocab_size
         self._controls = make_controls([], sizes.slots, vocab, like=mode)
         self._active = jnp.zeros(sizes.slots, bool)
-        self._unread: collections.deque[tuple[list[_Running], Burst]] = collections.deque()
+        self._room = empty(sizes.slots, sizes.drafts, **self._wanted)
+        self._unread: collections.deque[tuple[list[_Running], Sent]] = collections.deque()
 
     @property
     def free(self) -> int:
@@ -254,11 +256,11 @@ class Engine:
             self._prefill()
         decoding = [r for r in self.running.values() if "begun" in r.times and not r.done]
         if decoding:
-            self.state, self._controls, self._active, burst = run_round(
-                self.params, self.state, self._controls, self._active, **self._wanted
+            self.state, self._controls, self._active, self._room = run_round(
+                self.params, self.state, self._controls, self._active, self._room, **self._wanted
             )
             self.rounds += 1
-            self._unread.append((decoding, burst))
+            self._unread.append((decoding, send(self._room)))
         while len(self._unread) > bool(decoding):
             yield from self._read(*self._unread.popleft())
 
@@ -299,11 +301,11 @@ class Engine:
         self._fed.append(burst.count)
         begun = [r for r, whole in zip(rows, complete, strict=False) if whole]
         if begun:
-            self._unread.append((begun, burst))
+            self._unread.append((begun, send(burst)))
 
-    def _read(self, rows: list[_Running], burst: Burst) -> Iterator[Delta]:
+    def _read(self, rows: list[_Running], sent: Sent) -> Iterator[Delta]:
         """Hands out a burst; frees the slots of requests that ended with it."""
-        fields = jax.device_get({n: x for n, x in vars(burst).items() if x is not None})
+        fields = sent.read()
         for row in rows:
             if row.done:
                 continue

@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from qwen4jax.decode.burst import Burst
 from qwen4jax.decode.sampling import Sampled, sample
 from qwen4jax.decode.stopping import Controls, Cut, accept, count_tokens, cut
 from qwen4jax.layers.attention import FrozenSelection
@@ -30,30 +30,6 @@ from qwen4jax.layers.mtp import DraftRows
 from qwen4jax.model import commit, draft_step, head, read_out, step
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, put_slots, take_slots
-
-
-class Burst(struct.PyTreeNode):
-    """What a round gives each slot.
-
-    Attributes:
-        tokens: new tokens, the first `count` of them.
-        count: tokens given, 0 for a slot that is not active.
-        accepted: drafts accepted, before any stop.
-        logprobs: of the tokens under the model's own distribution, float32; None if not asked for.
-        finished: the slot ended with this burst.
-        reason: why, a `FinishReason`; ERROR where logits were not finite.
-        top_ids: the most probable ids in each token's place, best first; None if not asked for.
-        top_logprobs: theirs, as `logprobs`.
-    """
-
-    tokens: Int[Array, "S T"]
-    count: Int[Array, " S"]
-    accepted: Int[Array, " S"]
-    logprobs: Float[Array, "S T"] | None
-    finished: Bool[Array, " S"]
-    reason: Int[Array, " S"]
-    top_ids: Int[Array, "S T K"] | None = None
-    top_logprobs: Float[Array, "S T K"] | None = None
 
 
 def speculative_round(
@@ -108,11 +84,36 @@ def speculative_round(
     return state, controls, active & ~end.finished, burst
 
 
-run_round = jax.jit(
-    speculative_round,
-    donate_argnames=("state", "controls", "active"),
+@functools.partial(
+    jax.jit,
+    donate_argnames=("state", "controls", "active", "room"),
     static_argnames=("logprobs", "top"),
+    # `room` is there for its memory only
+    keep_unused=True,
 )
+def run_round(
+    params: Params,
+    state: DecodeState,
+    controls: Controls,
+    active: Bool[Array, " S"],
+    room: Burst | None = None,
+    *,
+    logprobs: bool = False,
+    top: int = 0,
+) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
+    """`speculative_round`, compiled; it gives up the memory of its state.
+
+    Args:
+        params: as the rest, of `speculative_round`.
+        state: given up.
+        controls: given up.
+        active: given up.
+        room: the burst before, whose memory the new one takes; `decode.burst` says why.
+        logprobs: static.
+        top: static.
+    """
+    del room
+    return speculative_round(params, state, controls, active, logprobs=logprobs, top=top)
 
 
 def begin(
