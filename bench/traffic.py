@@ -100,11 +100,11 @@ def _tokens(span: Any) -> int:
 
 
 def _commit(inputs: dict[str, Any], out: Any) -> float:
-    state, factors = inputs["state"], inputs["factors"]
+    factors = inputs["factors"]
     count = np.asarray(inputs["count"])
-    moved = 2.0 * size(state) * (count > 0).mean()
-    pairs = size([factors.key, factors.delta, factors.decay])
-    return moved + pairs * count.sum() / math.prod(factors.decay.shape[:2])
+    moved = 2.0 * size(inputs["states"]) * (count > 0).mean()
+    pairs = size([(layer.key, layer.delta, layer.decay) for layer in factors])
+    return moved + pairs * count.sum() / math.prod(factors[0].decay.shape[:2])
 
 
 def _gather(inputs: dict[str, Any], out: Any) -> float:
@@ -115,7 +115,8 @@ def _gather(inputs: dict[str, Any], out: Any) -> float:
 
 def _embed(inputs: dict[str, Any], out: Any) -> float:
     table = max(jax.tree.leaves(inputs["table"]), key=lambda leaf: leaf.size)
-    return size(inputs["ids"]) + out.size * table.dtype.itemsize + size(out)
+    _, rows = out
+    return size(inputs["ids"]) + rows.size * table.dtype.itemsize + size(rows)
 
 
 BYTES: dict[str, Callable[[dict[str, Any], Any], float]] = collections.defaultdict(
