@@ -54,7 +54,7 @@ class Operation:
         name, axes = _ROWS[self.name]
         leaf = out if name == "out" else inputs[name]
         if name == "factors":
-            leaf = leaf.decay
+            leaf = leaf[0].decay
         return math.prod(leaf.shape[:-1] if axes is None else leaf.shape[:axes])
 
     def kept(self, out: Any) -> tuple[Any, Any]:
@@ -109,7 +109,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "compress_and_store.prepare_and_store": dict(
         carry="cache", replaces=lambda out: out[0], results=lambda out: out[1:]
     ),
-    "gated_delta.commit": dict(carry="state", results=lambda out: None),
+    "gated_delta.commit": dict(carry="states", results=lambda out: None),
     "gated_delta.chunks": dict(compared=_counted),
     "ple.gather": dict(shared=("table",)),
     "ple.embed": dict(shared=("table",)),

@@ -130,7 +130,8 @@ def _step(case: str, rows: int) -> list[Term]:
 
 
 def _commit(case: str, rows: int) -> list[Term]:
-    return [Term("gdn", f"TP1 batch {rows // 4}, commit 3 of 4, 36 layers", 1 / 36)]
+    layers = int(case.rpartition("_layers_")[2]) if "_layers_" in case else 1
+    return [Term("gdn", f"TP1 batch {rows // 4}, commit 3 of 4, 36 layers", layers / 36)]
 
 
 def _ngram(group: str) -> Callable[[str, int], list[Term]]:

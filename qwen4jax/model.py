@@ -18,7 +18,7 @@ from qwen4jax.pallas import gated_delta
 from qwen4jax.pallas.skinny_matmul import skinny_matmul
 from qwen4jax.params import Params
 from qwen4jax.span import Span, make_span
-from qwen4jax.state import DecodeState, DeltaNetState
+from qwen4jax.state import DecodeState
 
 
 class Pending(struct.PyTreeNode):
@@ -104,12 +104,7 @@ def commit(state: DecodeState, pending: Pending, count: Int[Array, " B"]) -> Dec
         count: tokens that stay, at most the step's `count` (and equal to it in a final step).
     """
     with jax.named_scope("commit"):
-        layers = tuple(
-            gated_delta.commit(cache, factors, count)
-            if factors is not None and isinstance(cache, DeltaNetState)
-            else cache
-            for cache, factors in zip(state.layers, pending.delta, strict=True)
-        )
+        layers = _commit_layers(state.layers, pending.delta, count)
         flat = pending.residual.reshape(*pending.residual.shape[:2], -1)
         last = jnp.maximum(count - 1, 0)[:, None, None]
         residual = jnp.take_along_axis(flat, last, axis=1)[:, 0]
@@ -191,3 +186,17 @@ def draft_step(
 
 def _ids_after(ids: Int[Array, "B L"], count: Int[Array, " B"], length: int) -> Any:
     return jnp.take_along_axis(ids, count[:, None] + jnp.arange(length), axis=1)
+
+
+def _commit_layers(
+    caches: tuple[Any, ...], factors: tuple[gated_delta.Factors | None, ...], count: Array
+) -> tuple[Any, ...]:
+    """The layers' caches, the linear ones after `count` tokens of a step: all of them at once."""
+    pairs = [(c, f) for c, f in zip(caches, factors, strict=True) if f is not None]
+    if not pairs:
+        return caches
+    states, given = zip(*pairs, strict=True)
+    after = iter(gated_delta.commit(states, given, count))
+    return tuple(
+        cache if f is None else next(after) for cache, f in zip(caches, factors, strict=True)
+    )

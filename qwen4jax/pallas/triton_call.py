@@ -63,6 +63,7 @@ def triton_call(
     """Runs `kernel` over `grid`; its parameters are the operands, the results, the constants.
 
     A result that shares an operand's memory has no parameter: the kernel writes the operand.
+    Parameters annotated `tl.tuple` take several arrays, all as many (by the native route only).
 
     Args:
         operands: arrays, in the order of the kernel's pointer parameters.
@@ -222,17 +223,46 @@ def source(kernel: Any, pointers: tuple[str, ...], constants: tuple[tuple[str, A
     arrays = [n for n in names if n not in fixed]
     if unknown := sorted(set(fixed) - set(names)):
         raise TypeError(f"{kernel.__name__}: no parameter {', '.join(unknown)}")
-    if len(arrays) != len(pointers):
-        raise TypeError(
-            f"{kernel.__name__}: {len(pointers)} arrays for the parameters {', '.join(arrays)}"
-        )
-    pointer_types = dict(zip(arrays, (f"*{_POINTEES[p][0]}" for p in pointers), strict=True))
+    types: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], Any] = {}
+    aligned = [["tt.divisibility", 16]]
+    given = iter(f"*{_POINTEES[p][0]}" for p in pointers)
+    for name, number in zip(arrays, takes(kernel, arrays, len(pointers)), strict=True):
+        place = names.index(name)
+        if number is None:
+            types[name], attrs[place,] = next(given), aligned
+        else:
+            types[name] = tuple(next(given) for _ in range(number))
+            attrs |= {(place, i): aligned for i in range(number)}
     return ASTSource(
         kernel,
-        signature={n: pointer_types.get(n, "constexpr") for n in names},
+        signature={n: types.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in fixed.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in arrays},
+        attrs=attrs,
     )
+
+
+def takes(kernel: Any, names: Sequence[str], arrays: int) -> list[int | None]:
+    """How many arrays a kernel's parameters take: those annotated `tl.tuple` share the rest.
+
+    Args:
+        kernel: of `@triton.jit`.
+        names: parameters for arrays.
+        arrays: how many there are.
+
+    Returns:
+        For each name the length of its tuple, None for a single array.
+
+    Raises:
+        TypeError: they do not fit.
+    """
+    annotations = {p.name: p.annotation for p in kernel.params}
+    tuples = [annotations[n] == "tuple" for n in names]
+    rest = arrays - tuples.count(False)
+    each, left = divmod(rest, tuples.count(True) or 1)
+    if left or (rest and True not in tuples) or (not each and True in tuples):
+        raise TypeError(f"{kernel.__name__}: {arrays} arrays for the parameters {', '.join(names)}")
+    return [each if several else None for several in tuples]
 
 
 def _through_jax_triton(

@@ -14,7 +14,11 @@ from qwen4jax.state import DeltaNetState
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
 
-_commit = jax.jit(commit)
+
+@jax.jit
+def _commit(state, factors, count):
+    """A commit of one layer."""
+    return commit((state,), (factors,), count)[0]
 
 
 def case_inputs(function, name):
@@ -63,8 +67,12 @@ def test_step_and_commit_match_float64(case, implementation):
 def test_commit_applies_the_accepted_factors(case, implementation):
     """Rejected tokens may hold NaN; a count of 0 leaves every bit."""
     inputs = case.inputs()
-    state, factors, counts = inputs["state"], inputs["factors"], np.asarray(inputs["count"])
     got = call(commit, inputs, implementation)
+    for layer in zip(inputs["states"], inputs["factors"], got, strict=True):
+        _assert_applied(*layer, np.asarray(inputs["count"]))
+
+
+def _assert_applied(state, factors, got, counts):
     groups = factors.delta.shape[2] // factors.key.shape[2]
     for row, count in enumerate(counts):
         want = f64(state.recurrent[row])
@@ -151,7 +159,7 @@ def test_the_two_forms_agree(name):
     @jax.jit
     def one(state, token):
         out, factors = step(**token, state=state, **fixed)
-        return commit(state, factors, jnp.ones(len(out), jnp.int32)), out
+        return _commit(state, factors, jnp.ones(len(out), jnp.int32)), out
 
     state, found = inputs["state"], []
     for t in range(length):
@@ -184,7 +192,7 @@ def test_two_thousand_tokens_stay_near_float64(form):
         def one(state, token):
             token = {n: x[:, None] for n, x in token.items()}
             _, factors = step(**token, state=state, **fixed)
-            state = commit(state, factors, jnp.ones(1, jnp.int32))
+            state = _commit(state, factors, jnp.ones(1, jnp.int32))
             return state, state.recurrent
 
         swapped = {n: jnp.swapaxes(x, 0, 1) for n, x in tokens.items()}

@@ -74,7 +74,11 @@ def interpret(
     # a result in an operand's memory has no pointer of its own
     shared = set((aliases or {}).values())
     arrays = [*given, *(r for i, r in enumerate(results) if i not in shared)]
-    pointers = {n: _pointer(x) for n, x in zip(names, arrays, strict=True)}
+    given_to = iter([_pointer(x) for x in arrays])
+    pointers = {
+        name: next(given_to) if number is None else tuple(next(given_to) for _ in range(number))
+        for name, number in zip(names, triton_call.takes(kernel, names, len(arrays)), strict=True)
+    }
     with _one_at_a_time, _interpreted_language():
         run = _function(kernel)
         sizes = (*grid, *(1,) * (3 - len(grid)))

@@ -114,14 +114,21 @@ def step(
 
 
 def commit(
-    state: DeltaNetState,
-    factors: Factors,
+    states: tuple[DeltaNetState, ...],
+    factors: tuple[Factors, ...],
     count: Int[Array, " B"],
     *,
     implementation: str | None = None,
-) -> DeltaNetState:
-    """The state after the first `count` tokens of a step; `count` 0 leaves it bit for bit."""
-    return COMMIT.run(implementation, count.size, state, factors, count)
+) -> tuple[DeltaNetState, ...]:
+    """The states of some layers after the first `count` tokens of a step.
+
+    Args:
+        states: of the layers.
+        factors: of each layer, from the step.
+        count: tokens that stay of each row; 0 leaves a state bit for bit.
+        implementation: see `COMMIT`; by default the fastest.
+    """
+    return COMMIT.run(implementation, count.size, states, factors, count)
 
 
 def chunks(

@@ -63,34 +63,36 @@ def _chunks(name, count, places, heads=_SMALL, dtype=F32, *, change=None, **more
     return Case("chunks", name, build, **more)
 
 
-def _commit(name, count, places, heads=_SMALL, dtype=F32, *, device_only=False):
-    key_heads, value_heads, key, value = heads
-    rows = len(count)
-
+def _commit(name, count, places, heads=_SMALL, dtype=F32, *, layers=1, device_only=False):
     def build(rng):
-        state = _arguments(rng, rows, 1, heads, dtype)["state"]
-        width = state.conv.shape[-1]
-        keys = rng.standard_normal((rows, places, key_heads, key))
-        keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-        factors = Factors(
-            window=jnp.concatenate([state.conv, normal(rng, (rows, places, width), dtype)], axis=1),
-            key=jnp.asarray(keys, F32),
-            delta=normal(rng, (rows, places, value_heads, value)),
-            decay=jnp.asarray(-rng.exponential(1.0, (rows, places, value_heads)), F32),
-        )
-        # rejected tokens may have gone wrong altogether
-        there = jnp.arange(places) < jnp.asarray(count)[:, None]
-        factors = Factors(
-            window=factors.window.at[:, _TAPS - 1 :].set(
-                jnp.where(there[..., None], factors.window[:, _TAPS - 1 :], jnp.nan)
-            ),
-            key=jnp.where(there[..., None, None], factors.key, jnp.nan),
-            delta=jnp.where(there[..., None, None], factors.delta, jnp.nan),
-            decay=jnp.where(there[..., None], factors.decay, jnp.nan),
-        )
-        return dict(state=state, factors=factors, count=integers(count))
+        drawn = [_layer(rng, count, places, heads, dtype) for _ in range(layers)]
+        states, factors = zip(*drawn, strict=True)
+        return dict(states=states, factors=factors, count=integers(count))
 
     return Case("commit", name, build, device_only)
+
+
+def _layer(rng, count, places, heads, dtype) -> tuple[DeltaNetState, Factors]:
+    """State and factors of one layer; rejected tokens may have gone wrong altogether."""
+    key_heads, value_heads, key, value = heads
+    rows = len(count)
+    state = _arguments(rng, rows, 1, heads, dtype)["state"]
+    width = state.conv.shape[-1]
+    keys = rng.standard_normal((rows, places, key_heads, key))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    there = jnp.arange(places) < jnp.asarray(count)[:, None]
+
+    def given(x):
+        return jnp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, jnp.nan)
+
+    tokens = given(normal(rng, (rows, places, width), dtype))
+    factors = Factors(
+        window=jnp.concatenate([state.conv, tokens], axis=1),
+        key=given(jnp.asarray(keys, F32)),
+        delta=given(normal(rng, (rows, places, value_heads, value))),
+        decay=given(jnp.asarray(-rng.exponential(1.0, (rows, places, value_heads)), F32)),
+    )
+    return state, factors
 
 
 def _plain_decay(inputs):
@@ -139,6 +141,7 @@ CASES = (
     _commit("every_count", (0, 1, 2, 3, 4), 4),
     _commit("uneven_heads", (2, 0, 3), 3, _UNEVEN),
     _commit("bfloat16", (0, 2, 4), 4, dtype=BF16),
+    _commit("three_layers", (2, 0, 4), 4, layers=3),
     _chunks("one_token", (1, 0), 1),
     _chunks("every_count", (0, 1, 2, 3, 4, 5), 5),
     _chunks("length_63", (63, 7), 63),
@@ -160,6 +163,18 @@ CASES = (
             device_only=True,
         )
         for rows in (1, 8, 32)
+    ),
+    *(
+        _commit(
+            f"released_{rows}_layers_{layers}",
+            (4, 1, 2, 3) * (rows // 4) or (3,),
+            4,
+            _RELEASED,
+            BF16,
+            layers=layers,
+            device_only=True,
+        )
+        for rows, layers in ((1, 36), (32, 4))
     ),
     *(
         _chunks(f"released_{length}", (length,), length, _RELEASED, BF16, device_only=True)

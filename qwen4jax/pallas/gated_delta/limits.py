@@ -13,9 +13,11 @@ def step(qkv, z, a, b, weights, state, **_) -> str | None:
     return _heads(state, qkv.shape[1])
 
 
-def commit(state, factors, count) -> str | None:
+def commit(states, factors, count) -> str | None:
     """Limits of a commit."""
-    return _heads(state, factors.decay.shape[1])
+    if len({(s.recurrent.shape, f.decay.shape) for s, f in zip(states, factors, strict=True)}) > 1:
+        return "needs layers of one shape"
+    return next((_heads(s, f.decay.shape[1]) for s, f in zip(states, factors, strict=True)), None)
 
 
 def _heads(state, places: int) -> str | None:

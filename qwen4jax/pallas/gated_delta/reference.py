@@ -85,8 +85,12 @@ def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
     return _finish(out, z, weights, activation, eps, qkv.dtype), window, k, delta, decay
 
 
-def commit(state, factors, count):
+def commit(states, factors, count):
     """See `qwen4jax.pallas.gated_delta.commit`."""
+    return tuple(_commit(*layer, count) for layer in zip(states, factors, strict=True))
+
+
+def _commit(state, factors, count):
     accepted = jnp.arange(factors.decay.shape[1]) < count[:, None]
     decay = jnp.where(accepted[..., None], factors.decay, 0.0)
     delta = jnp.where(accepted[..., None, None], factors.delta, 0.0)
