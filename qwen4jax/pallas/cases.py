@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen4jax import quant
+
 # above this NumPy is slow enough to notice; the device draws instead
 _LARGE = 1 << 22
 
@@ -54,6 +56,25 @@ def normal(
 def weight(rng: np.random.Generator, shape: Sequence[int], dtype: Any = F32) -> jax.Array:
     """A matrix [outputs, inputs] that keeps the size of what it multiplies."""
     return normal(rng, shape, dtype, shape[-1] ** -0.5)
+
+
+def stored(rng: np.random.Generator, shape: Sequence[int], form: str) -> Any:
+    """Matrices in a stored form of `quant.py` ("fp8", "nvfp4"), of the size `weight` gives."""
+    scale = shape[-1] ** -0.5 / (3 if form == "nvfp4" else 1)
+    parts = {}
+    for name, (part, kind) in quant.stored_form(form, tuple(shape), "bfloat16").items():
+        key = jax.random.key(int(rng.integers(1 << 31)))
+        if name == "weight":
+            codes = kind == "uint8"
+            parts[name] = jax.random.bits(key, part, kind) if codes else normal(rng, part, kind)
+        elif name == "weight_scale":
+            parts[name] = 2.0 ** jax.random.randint(key, part, -1, 2).astype(F32)
+        elif name == "input_scale":
+            parts[name] = jnp.ones(part)
+        else:
+            parts[name] = jax.random.uniform(key, part, F32, 0.5, 2) * scale
+        parts[name] = parts[name].astype(kind)
+    return quant.FORMS[form](**parts)
 
 
 def integers(values: Any) -> jax.Array:

@@ -7,6 +7,7 @@ from qwen4jax.pallas.skinny_matmul import (
     skinny_matmul,
 )
 from qwen4jax.pallas.skinny_matmul.cases import CASES
+from qwen4jax.quant import dequantize
 from tests.pallas.calls import assert_matches, call, f64, over_cases
 
 
@@ -14,7 +15,7 @@ from tests.pallas.calls import assert_matches, call, f64, over_cases
 def test_matches_float64(case, implementation):
     inputs = case.inputs()
     got = call(skinny_matmul, inputs, implementation)
-    want = f64(inputs["x"]) @ f64(inputs["w"]).T
+    want = f64(inputs["x"]) @ f64(dequantize(inputs["w"])).T
     if inputs["bias"] is not None:
         want = want + f64(inputs["bias"])
     assert got.dtype == inputs.get("out_dtype", inputs["x"].dtype)
@@ -41,4 +42,4 @@ def test_several_match_float64(case, implementation):
     for got, w, bias, dtype in zip(results, inputs["weights"], biases, dtypes, strict=True):
         assert got.dtype == dtype
         added = 0 if bias is None else f64(bias)
-        assert_matches(got, f64(inputs["x"]) @ f64(w).T + added)
+        assert_matches(got, f64(inputs["x"]) @ f64(dequantize(w)).T + added)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from qwen4jax import quant
 from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import reference
 
@@ -20,8 +21,11 @@ MOST_TOKENS = 32
 
 def _refuses(x: Any, weights: Sequence[Any]) -> str | None:
     rows = x.size // max(x.shape[-1], 1)
-    if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
-        return "takes bfloat16 rows and weights"
+    plain = [w for w in weights if not isinstance(w, quant.Quantized)]
+    if any(a.dtype != jnp.bfloat16 for a in (x, *plain)):
+        return "takes bfloat16 rows, and weights in bfloat16, block-scaled FP8 or NVFP4"
+    if any(isinstance(w, quant.ScaledTable) for w in weights):
+        return "multiplies with no table"
     if not 1 <= rows <= MOST_ROWS:
         return f"takes 1 to {MOST_ROWS} rows, not {rows}"
     if len(weights) > MOST_WEIGHTS:
@@ -41,6 +45,8 @@ def _refuses_several(x: Any, weights: Sequence[Any], biases: Sequence[Any], **_:
 
 def _refuses_mosaic(x: Any, weights: Sequence[Any], dtypes: Sequence[Any]) -> str | None:
     rows = x.size // max(x.shape[-1], 1)
+    if any(isinstance(w, quant.Quantized) for w in weights):
+        return "takes no weights in a stored form"
     if any(a.dtype != jnp.bfloat16 for a in (x, *weights)):
         return "takes bfloat16 rows and weights"
     if any(jnp.dtype(t) not in (jnp.bfloat16, jnp.float32) for t in dtypes):
@@ -92,7 +98,7 @@ PROJECTIONS = Operation(
 
 def skinny_matmul(
     x: Float[Array, "*rows I"],
-    w: Float[Array, "O I"],
+    w: Float[Array, "O I"] | quant.Nvfp4 | quant.BlockFp8,
     bias: Float[Array, " O"] | None = None,
     *,
     out_dtype: Any = None,
@@ -102,7 +108,8 @@ def skinny_matmul(
 
     Args:
         x: rows of activations.
-        w: weight as in the checkpoint, [outputs, inputs].
+        w: weight as in the checkpoint, [outputs, inputs], plain or in a stored form, whose values
+            then are exact: not rounded to the rows' dtype.
         bias: added before rounding.
         out_dtype: of the result, by default `x.dtype`.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
@@ -114,7 +121,7 @@ def skinny_matmul(
 
 def projections(
     x: Float[Array, "*rows I"],
-    weights: Sequence[Float[Array, "_ I"]],
+    weights: Sequence[Float[Array, "_ I"] | quant.Nvfp4 | quant.BlockFp8],
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     *,
     out_dtypes: Sequence[Any] | None = None,
@@ -127,7 +134,7 @@ def projections(
 
     Args:
         x: rows of activations.
-        weights: each [outputs, inputs].
+        weights: each [outputs, inputs], plain or in a stored form.
         biases: one for each weight, or None; by default none at all.
         out_dtypes: of the results, by default `x.dtype`.
         implementation: see `PROJECTIONS`; by default the fastest.

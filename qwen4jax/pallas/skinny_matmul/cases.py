@@ -2,14 +2,20 @@
 
 import numpy as np
 
-from qwen4jax.pallas.cases import BF16, F32, Case, normal, weight
+from qwen4jax.pallas.cases import BF16, F32, Case, normal, stored, weight
 
 
-def _case(name, rows, outputs, inputs, dtype=F32, *, bias=False, device_only=False, **extra):
+def _weight(rng, shape, dtype, form):
+    return stored(rng, shape, form) if form else weight(rng, shape, dtype)
+
+
+def _case(
+    name, rows, outputs, inputs, dtype=F32, *, bias=False, form="", device_only=False, **extra
+):
     def build(rng):
         return dict(
             x=normal(rng, (*rows, inputs), dtype),
-            w=weight(rng, (outputs, inputs), dtype),
+            w=_weight(rng, (outputs, inputs), dtype, form),
             bias=normal(rng, (outputs,), dtype) if bias else None,
             **extra,
         )
@@ -17,11 +23,18 @@ def _case(name, rows, outputs, inputs, dtype=F32, *, bias=False, device_only=Fal
     return Case("skinny_matmul", name, build, device_only)
 
 
-def _several(name, rows, outputs, inputs, dtype=BF16, *, out_dtypes=None, device_only=False):
+def _several(
+    name, rows, outputs, inputs, dtype=BF16, *, out_dtypes=None, forms=None, device_only=False
+):
+    forms = forms or [""] * len(outputs)
+
     def build(rng):
         return dict(
             x=normal(rng, (*rows, inputs), dtype),
-            weights=tuple(weight(rng, (n, inputs), dtype) for n in outputs),
+            weights=tuple(
+                _weight(rng, (n, inputs), dtype, form)
+                for n, form in zip(outputs, forms, strict=True)
+            ),
             out_dtypes=out_dtypes,
         )
 
@@ -55,6 +68,9 @@ _RELEASED_TOGETHER = {
     "sparse_in": ((12288, 512, 512, 640), 2560),
     "router_and_shared": ((512, 640, 640, 1), 2560),
 }
+# of the draft head, on request: its last weight stays as it is
+_DRAFT_IN = ((12288, 512, 512, 640), 2560)
+_FORMS = ("fp8", "nvfp4")
 
 CASES = (
     _case("one_row", (1,), 48, 32),
@@ -78,6 +94,35 @@ CASES = (
     _several("four", (3,), (48, 7, 1, 20), 256, out_dtypes=(BF16, F32, F32, BF16)),
     _several("by_eights", (3,), (136, 48), 128),
     _several("wide", (9,), (6400, 83, 1), 128),
+    *(_case(f"{form}_edges", (3,), 7, 48, form=form) for form in _FORMS),
+    *(_case(f"{form}_ragged_tiles", (9,), 200, 384, BF16, form=form) for form in _FORMS),
+    *(_case(f"{form}_wide_tiles", (3,), 6403, 128, BF16, form=form) for form in _FORMS),
+    _case("fp8_to_float32", (3,), 130, 256, BF16, form="fp8", out_dtype=F32),
+    _several("three_forms", (3,), (130, 48, 7), 256, forms=("fp8", "", "nvfp4")),
+    *(
+        _case(
+            f"draft_{name}_{form}_{rows}",
+            (rows,),
+            *_RELEASED[name],
+            BF16,
+            form=form,
+            device_only=True,
+        )
+        for name in ("delta_out", "lm_head")
+        for form in _FORMS
+        for rows in (1, 4)
+    ),
+    *(
+        _several(
+            f"draft_in_{form}_{rows}",
+            (rows,),
+            *_DRAFT_IN,
+            forms=(form, form, form, ""),
+            device_only=True,
+        )
+        for form in _FORMS
+        for rows in (1, 4)
+    ),
     *(
         _case(f"{name}_{rows}", (rows,), *shape, BF16, device_only=True)
         for name, shape in _RELEASED.items()

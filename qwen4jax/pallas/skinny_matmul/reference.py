@@ -2,12 +2,16 @@
 
 import jax.numpy as jnp
 
+from qwen4jax import quant
 from qwen4jax.numerics import EXACT
 
 
 def skinny_matmul(x, w, bias, *, out_dtype):
     """See `qwen4jax.pallas.skinny_matmul`."""
     precision = EXACT if x.dtype == jnp.float32 else None
+    if isinstance(w, quant.Quantized):
+        # exact: a product of a code and its scales does not fit bfloat16
+        x, w = x.astype(jnp.float32), quant.dequantize(w)
     y = jnp.einsum("...i,oi->...o", x, w, preferred_element_type=jnp.float32, precision=precision)
     if bias is not None:
         y = y + bias.astype(jnp.float32)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax import quant
+from qwen4jax.pallas.skinny_matmul import triton_stored
 from qwen4jax.pallas.triton_call import triton_call
 
 MOST_WEIGHTS = 4
@@ -24,15 +26,17 @@ MOST_WEIGHTS = 4
 _ENOUGH_TILES = 100
 
 
-def skinny_matmul(x: jax.Array, w: jax.Array, bias: None, *, out_dtype: Any) -> jax.Array:
+def skinny_matmul(x: jax.Array, w: Any, bias: None, *, out_dtype: Any) -> jax.Array:
     """See `qwen4jax.pallas.skinny_matmul.skinny_matmul`."""
     return projections(x, (w,), (bias,), out_dtypes=(out_dtype,))[0]
 
 
 def projections(
-    x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[None], *, out_dtypes: Sequence[Any]
+    x: jax.Array, weights: Sequence[Any], biases: Sequence[None], *, out_dtypes: Sequence[Any]
 ) -> tuple[jax.Array, ...]:
     """See `qwen4jax.pallas.skinny_matmul.projections`."""
+    if any(isinstance(w, quant.Quantized) for w in weights):
+        return triton_stored.projections(x, weights, out_dtypes=out_dtypes)
     flat = x.reshape(-1, x.shape[-1])
     rows, inputs = flat.shape
     outputs = [w.shape[0] for w in weights]
