@@ -48,6 +48,7 @@ class Factors(struct.PyTreeNode):
 
 
 _TRITON = "qwen4jax.pallas.gated_delta.triton_kernels."
+_TRITON_COMMIT = "qwen4jax.pallas.gated_delta.triton_commit.commit"
 _STEP_KERNEL = functools.partial(Kernel, needs=("triton",), refuses=limits.step)
 STEP = Operation(
     "gated_delta.step",
@@ -61,7 +62,7 @@ COMMIT = Operation(
     "gated_delta.commit",
     {
         "reference": reference.commit,
-        "triton": Kernel(_TRITON + "commit", needs=("triton",), refuses=limits.commit),
+        "triton": Kernel(_TRITON_COMMIT, needs=("triton",), refuses=limits.commit),
     },
 )
 CHUNK = Operation("gated_delta.chunks", {"reference": reference.chunks})
