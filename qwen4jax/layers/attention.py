@@ -82,8 +82,9 @@ def _select(
     width = cache.index_key.shape[1] * span.page_table.shape[1]
     group = best_of(width)
     with jax.named_scope("index_score"):
-        found = index_score(query, cache.index_key, span.page_table, span.complete, group=group)
-        scores, best = found if isinstance(found, tuple) else (found, None)
+        scores, best = index_score(
+            query, cache.index_key, span.page_table, span.complete, group=group
+        )
     with jax.named_scope("index_topk"):
         blocks, ratio = config.index_blocks, config.indexer_compress_ratio
         return index_topk(scores, span.index, best, blocks=blocks, ratio=ratio)

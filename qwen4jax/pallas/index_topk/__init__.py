@@ -35,8 +35,8 @@ def index_topk(
     Args:
         scores: float32, -inf beyond each query's complete blocks.
         index: index of each query's token, -1 where there is none: it selects nothing.
-        best: best score of each `limits.LONG` consecutive blocks, as `index_score` gives them;
-            spares kernels a pass over long rows.
+        best: best score of each `best_of(N)` consecutive blocks, as `index_score` gives them;
+            spares kernels a pass over the row.
         blocks: most blocks selected.
         ratio: tokens in a block.
         implementation: see `IMPLEMENTATIONS`; by default the fastest.
@@ -47,9 +47,6 @@ def index_topk(
     )
 
 
-def best_of(width: int) -> int | None:
-    """Blocks of a group whose best score spares kernels a pass over rows of `width` blocks.
-
-    None where they read every score anyway.
-    """
-    return limits.LONG if width > limits.GROUPS * limits.SHORT else None
+def best_of(width: int) -> int:
+    """Blocks of a group whose best score spares kernels a pass over rows of `width` blocks."""
+    return limits.group_of(width)

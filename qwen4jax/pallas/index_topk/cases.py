@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax.pallas.cases import F32, Case, integers
-from qwen4jax.pallas.index_topk.limits import LONG
+from qwen4jax.pallas.index_topk.limits import group_of
 
 
 def _case(name, index, width, blocks, *, ratio=4, scores=None, best=False, device_only=False):
@@ -21,8 +21,9 @@ def _case(name, index, width, blocks, *, ratio=4, scores=None, best=False, devic
         values = np.where(seen, values, -np.inf)
         given = dict(scores=jnp.asarray(values, F32), index=integers(index))
         if best:
-            spare = [(0, 0), (0, 0), (0, -width % LONG)]
-            groups = np.pad(values, spare, constant_values=-np.inf).reshape(*shape[:-1], -1, LONG)
+            size = group_of(width)
+            spare = [(0, 0), (0, 0), (0, -width % size)]
+            groups = np.pad(values, spare, constant_values=-np.inf).reshape(*shape[:-1], -1, size)
             given["best"] = jnp.asarray(groups.max(-1), F32)
         return given | dict(blocks=blocks, ratio=ratio)
 
@@ -44,6 +45,11 @@ def _concentrated(rng, shape):
     values = np.linspace(1, 1.245, shape[-1], endpoint=False, dtype=np.float32)
     assert len(np.unique(values)) == shape[-1]
     return np.stack([rng.permutation(values) for _ in range(np.prod(shape[:-1]))]).reshape(shape)
+
+
+def _half_range(rng, shape):
+    """Over all magnitudes of float32: an exponent each, half of them tiny."""
+    return np.exp2(rng.uniform(-126, 127, shape)).astype(np.float32)
 
 
 def _one_bin(inside):
@@ -100,6 +106,9 @@ CASES = (
     _case(
         "concentrated_65504", _at_end(65504, rows=4), 65504, 512, scores=_equal_rows(_concentrated)
     ),
+    _case("best_of_four", [[11999, 11000, 9998]], 3000, 512, best=True),
+    _case("best_of_four_in_a_run", [[11999, 11000]], 3001, 512, scores=_in_a_run, best=True),
+    _case("best_of_four_tie", [[11999, 2050, -1]], 3000, 512, scores=_quantised, best=True),
     *(
         _case(
             f"released_{rows}_rows_{blocks}",
@@ -117,8 +126,37 @@ CASES = (
             (32, 16384),
         )
     ),
-    _case(
-        "released_best_65536", 262140 + np.arange(4)[None], 65536, 512, best=True, device_only=True
+    *(
+        _case(
+            f"released_{name}_{blocks}",
+            4 * blocks - 4 + np.arange(4)[None],
+            blocks,
+            512,
+            scores=scores,
+            best=True,
+            device_only=True,
+        )
+        for blocks in (14336, 16384, 65536)
+        for name, scores in (
+            ("best", None),
+            ("ties", _quantised),
+            ("all_equal", lambda rng, shape: np.ones(shape)),
+            ("one_bin", _concentrated),
+            ("half_range", _half_range),
+            ("run", _in_a_run),
+        )
+        if scores is None or blocks != 16384
+    ),
+    *(
+        _case(
+            f"released_best_{rows}_rows_16384",
+            np.arange(4) + np.full((rows, 1), 65532),
+            16384,
+            512,
+            best=True,
+            device_only=True,
+        )
+        for rows in (8, 32)
     ),
     _case("released_chunk", np.arange(512)[None] + 65024, 16384, 512, device_only=True),
 )

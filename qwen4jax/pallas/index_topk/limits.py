@@ -16,6 +16,12 @@ def refuses(scores, index, best=None, *, blocks, ratio):
         return f"is for up to {GROUPS * LONG} blocks a row, these are {scores.shape[-1]}"
     if blocks > _MOST:
         return f"chooses up to {_MOST} blocks, not {blocks}"
-    if best is not None and best.shape[-1] != -(-scores.shape[-1] // LONG):
-        return f"is for the best of {LONG} blocks each"
+    size = group_of(scores.shape[-1])
+    if best is not None and best.shape[-1] != -(-scores.shape[-1] // size):
+        return f"is for the best of {size} blocks each in rows of {scores.shape[-1]}"
     return None
+
+
+def group_of(width):
+    """Blocks of a group in rows of `width` blocks."""
+    return SHORT if width <= GROUPS * SHORT else LONG

@@ -3,16 +3,19 @@
 Bytes: the row's valid scores once and 2,051 indices out, 66 kB for 14k blocks, 0.02 us of
 bandwidth; what takes time is that every step of a selection waits for the one before. So:
 
-1. Groups of consecutive blocks send their best score. What is among the `blocks` best lies in one
-   of the `blocks` best groups (ties to the lower group, as ties go to the lower block), so that
-   many groups, or a few more where that takes fewer steps, hold all that can be chosen.
+1. Groups of consecutive blocks send their best score, which `index_score` gives. What is among the
+   `blocks` best lies in one of the `blocks` best groups (ties to the lower group, as ties go to the
+   lower block), so that many groups, or a few more where that takes fewer steps, hold all that can
+   be chosen.
 2. The groups' numbers go through memory to close the gaps (Triton has no other scatter), and only
    their members take part in the selection proper.
 
-A threshold is found by counting: four guesses a pass, their counts in one 64-bit sum, over keys
-that order as the scores do. The search spans the keys that there are rather than 32 bits and ends
-as soon as a count fits, after 1 or 2 passes for groups and about 6 for blocks where scores are
-spread, 15 at the most. Ties beyond the count are cut in the order of the blocks.
+A threshold is found by counting how many keys, which order as the scores do, reach each of eight
+bins' lower ends: a key adds 1 to a nibble for each of them (5 instructions), a thread adds up to 15
+keys in one register, and two counts share a 32-bit word in the sums over warps, which the GPU adds
+in one instruction. A pass takes 3 bits off the span of the keys that there are, whatever their
+distribution, and the search ends as soon as a count fits. Ties beyond the count are cut in the
+order of the blocks.
 """
 
 import jax
@@ -20,11 +23,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.index_topk.limits import GROUPS, LONG, SHORT
+from qwen4jax.pallas.index_topk.limits import SHORT, group_of
 from qwen4jax.pallas.triton_call import triton_call
 
-# measured at 4 rows of 16,384 blocks: 17.0 us, with 4, 16 and 32 warps 23.4, 18.3 and 23.5 us
-_WARPS = 8
+# of programs with groups of 4, and of those with groups of 16: up to 16 keys a thread
+_WARPS, _LONG_WARPS = 8, 16
+
+# keys that a warp loads at once, 16 bytes a lane
+_LANES = 128
 
 # below the key of any score
 _NONE = tl.constexpr(-(2**31))
@@ -34,14 +40,14 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
     """See `qwen4jax.pallas.index_topk`."""
     rows, places, width = scores.shape
     room = max(16, triton.next_power_of_2(blocks))
-    groups = min(GROUPS, max(16, triton.next_power_of_2(-(-width // SHORT))))
-    long = width > groups * SHORT
-    # a pointer parameter that is not used needs some array
-    given = best if best is not None and long else scores
+    size = group_of(width)
+    warps = _WARPS if size == SHORT else _LONG_WARPS
+    groups = max(16, triton.next_power_of_2(-(-width // size)))
     out, _ = triton_call(
         scores,
         index,
-        given,
+        # a pointer parameter that is not used needs some array
+        scores if best is None else best,
         kernel=_index_topk,
         name=f"index_topk_{rows}x{places}x{width}",
         out=(
@@ -49,7 +55,7 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
             jax.ShapeDtypeStruct((rows * places, 2 * room), jnp.int32),
         ),
         grid=(rows * places,),
-        num_warps=_WARPS,
+        num_warps=warps,
         num_stages=1,
         WIDTH=width,
         BLOCKS=blocks,
@@ -58,10 +64,17 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
         GROUPS=groups,
         ROOM=room,
         SHORT=SHORT,
-        LONG=LONG if long else 0,
-        GIVEN=given is best,
+        SIZE=size,
+        MOST=_most(room, size),
+        LANES=_LANES * warps,
+        GIVEN=0 if best is None else best.shape[-1],
     )
     return out
+
+
+def _most(room, size):
+    """Groups kept: more than the blocks where their members are few, for it saves steps."""
+    return 2 * room if size == SHORT else room
 
 
 @triton.jit
@@ -78,47 +91,50 @@ def _index_topk(
     GROUPS: tl.constexpr,
     ROOM: tl.constexpr,
     SHORT: tl.constexpr,
-    LONG: tl.constexpr,
+    SIZE: tl.constexpr,
+    MOST: tl.constexpr,
+    LANES: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    index = tl.load(index_ptr + row)
-    complete = (index + 1) // RATIO
     scores = scores_ptr + row * WIDTH
     out = out_ptr + row * (BLOCKS * RATIO + RATIO - 1)
     scratch = scratch_ptr + row * (2 * ROOM)
-
+    group = tl.arange(0, GROUPS)
+    # does not wait for the index: what is beyond is -inf. Without `best` nothing is read
+    given = group < GIVEN
+    best = tl.load(best_ptr + row * GIVEN + group, mask=given, other=0.0)
+    index = tl.load(index_ptr + row)
+    complete = (index + 1) // RATIO
     member = tl.arange(0, MEMBERS)
     tail = complete * RATIO + member
     tail = tl.where(tail <= index, tail, -1)
     tl.store(out + BLOCKS * RATIO + member, tail, mask=member < RATIO - 1)
     if complete <= BLOCKS:
         block = tl.arange(0, ROOM)
-        _put(out, block, block, block < BLOCKS, complete, RATIO, MEMBERS)
-    elif complete <= GROUPS * SHORT:
-        leader = _best_of(scores, tl.arange(0, GROUPS), complete, SHORT, 0, SHORT)
-        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, MEMBERS, SHORT, 2 * ROOM)
-    elif LONG > 0:
-        group = tl.arange(0, GROUPS)
-        if GIVEN:
-            best = best_ptr + row * ((WIDTH + LONG - 1) // LONG)
-            there = group * LONG < complete
-            leader = _key(tl.load(best + group, mask=there, other=0.0), there)
-        else:
-            leader = _best_of(scores, group, complete, LONG, 0, SHORT)
-            # 16 bytes a thread and load
-            for first in tl.static_range(SHORT, LONG, SHORT):
-                more = _best_of(scores, group, complete, LONG, first, SHORT)
-                leader = tl.maximum(leader, more)
-        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, MEMBERS, LONG, ROOM)
+        _put(out, block, block, block < BLOCKS, complete, RATIO)
+    elif GIVEN > 0:
+        leader = _key(best, group * SIZE < complete)
+        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, SIZE, MOST, LANES)
+    elif (SIZE > SHORT) & (complete <= GROUPS * SHORT):
+        leader = _best_of(scores, group, complete, SHORT, SHORT)
+        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, SHORT, 2 * ROOM, LANES)
+    else:
+        leader = _best_of(scores, group, complete, SIZE, SHORT)
+        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, SIZE, MOST, LANES)
 
 
 @triton.jit
-def _best_of(scores, group, complete, SIZE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Highest key of each group of `SIZE` blocks, among its members from `FIRST` on."""
-    block = group[:, None] * SIZE + FIRST + tl.arange(0, COUNT)[None, :]
-    valid = block < complete
-    return tl.max(_key(tl.load(scores + block, mask=valid, other=0.0), valid), 1)
+def _best_of(scores, group, complete, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """Highest key of each group of `SIZE` blocks; a load has `COUNT` of a group."""
+    best = tl.full((group.shape[0],), _NONE, tl.int32)
+    # 16 bytes a thread and load
+    for first in tl.static_range(0, SIZE, COUNT):
+        block = group[:, None] * SIZE + first + tl.arange(0, COUNT)[None, :]
+        valid = block < complete
+        key = _key(tl.load(scores + block, mask=valid, other=0.0), valid)
+        best = tl.maximum(best, tl.max(key, 1))
+    return best
 
 
 @triton.jit
@@ -130,19 +146,18 @@ def _select(
     scratch,
     BLOCKS: tl.constexpr,
     RATIO: tl.constexpr,
-    MEMBERS: tl.constexpr,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Writes the `BLOCKS` best of more blocks, given each group's best key."""
     count = (complete + SIZE - 1) // SIZE
-    least = tl.min(tl.where(leader == _NONE, 0x7FFFFFFF, leader), 0).to(tl.int64)
-    high = tl.max(leader, 0).to(tl.int64) + 1
+    last = tl.max(leader, 0)
+    least = tl.min(tl.where(leader == _NONE, 0x7FFFFFFF, leader), 0)
     # fewer groups than blocks hold them all
+    bound = least
     if count > MOST:
-        bound = _threshold(leader, least, high, count, BLOCKS, MOST)
-    else:
-        bound = least.to(tl.int32)
+        bound = _threshold(leader, least, last, count, BLOCKS, MOST, LANES)
     group = tl.arange(0, leader.shape[0])
     take, place, taken = _places(leader, bound, MOST)
     tl.store(scratch + place, group, mask=take)
@@ -154,15 +169,14 @@ def _select(
     block = tl.load(scratch + candidate // SIZE, mask=there, other=0) * SIZE + candidate % SIZE
     there = there & (block < complete)
     key = _key(tl.load(scores + block, mask=there, other=0.0), there)
-    if count >= BLOCKS:
-        # that many groups' best reach the bound
-        low = bound.to(tl.int64)
-    else:
-        low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0).to(tl.int64)
-    count = tl.sum((key >= low.to(tl.int32)).to(tl.int32), 0)
-    bound = _threshold(key, low, high, count, BLOCKS, BLOCKS)
+    low = bound
+    # otherwise that many groups' best reach the bound
+    if count < BLOCKS:
+        low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0)
+    count = tl.sum((key >= low).to(tl.int32), 0)
+    bound = _threshold(key, low, last, count, BLOCKS, BLOCKS, LANES)
     take, place, taken = _places(key, bound, BLOCKS)
-    _put(out, block, place, take, complete, RATIO, MEMBERS)
+    _put(out, block, place, take, complete, RATIO)
 
 
 @triton.jit
@@ -174,40 +188,52 @@ def _key(score, valid):
 
 
 @triton.jit
-def _threshold(key, low, high, count, LEAST: tl.constexpr, MOST: tl.constexpr):
+def _threshold(key, low, last, count, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr):
     """The key that the best are at or above.
 
     `LEAST` to `MOST` keys reach it, or, where ties allow no such count, `LEAST` reach it and fewer
     lie above.
 
-    There are up to 2**14 keys, of which `count`, at least `LEAST`, reach `low`, and none `high`.
+    There are up to 2**14 keys, of which `count`, at least `LEAST`, reach `low`, and none is above
+    `last`.
     """
-    while (count > MOST) & (high - low > 1):
-        span = high - low
-        first = (_reaches(key, _guess(low, span, 2)) << 16) + _reaches(key, _guess(low, span, 1))
-        last = (_reaches(key, _guess(low, span, 4)) << 16) + _reaches(key, _guess(low, span, 3))
-        counts = tl.sum((last.to(tl.int64) << 32) + first.to(tl.int64), 0)
-        # counts fall from guess to guess: so many of them are still reached by enough
-        good = ((counts & 0xFFFF) >= LEAST).to(tl.int32)
-        good += (((counts >> 16) & 0xFFFF) >= LEAST).to(tl.int32)
-        good += (((counts >> 32) & 0xFFFF) >= LEAST).to(tl.int32)
-        good += (((counts >> 48) & 0xFFFF) >= LEAST).to(tl.int32)
-        at_good = (counts >> (16 * tl.maximum(good - 1, 0)).to(tl.int64)) & 0xFFFF
-        count = tl.where(good > 0, at_good.to(tl.int32), count)
-        high = tl.minimum(_guess(low, span, good + 1), high)
-        low = _guess(low, span, good)
-    return low.to(tl.int32)
+    # rows are registers of a thread, as loads of 16 bytes leave them, and up to 15
+    WIDE: tl.constexpr = min(LANES, key.shape[0])
+    key = tl.reshape(key, (key.shape[0] // WIDE, WIDE))
+    field = tl.arange(0, 4)[:, None] * 4
+    span = (last - low).to(tl.uint32, bitcast=True)
+    while (count > MOST) & (span > 0):
+        # eight bins of a power of two that cover the span
+        shift = tl.maximum(_bits(span) - 3, 0)
+        filled = tl.sum(_fills(key, low, shift), 0)
+        # eight counts in nibbles become two in each of four words
+        counts = tl.sum((filled[None, :] >> field) & 0x000F000F, 1)
+        first, second = counts & 0xFFFF, counts >> 16
+        # counts fall from bin to bin: so many of them are still reached by enough
+        good = (first >= LEAST).to(tl.int32) + (second >= LEAST).to(tl.int32)
+        skipped = (tl.sum(good, 0) - 1) << shift
+        first = tl.where(first >= LEAST, first, 0x7FFFFFFF)
+        second = tl.where(second >= LEAST, second, 0x7FFFFFFF)
+        count = tl.min(tl.minimum(first, second), 0)
+        low += skipped
+        left = span - skipped.to(tl.uint32, bitcast=True)
+        span = tl.minimum(left, ((1 << shift) - 1).to(tl.uint32, bitcast=True))
+    return low
 
 
 @triton.jit
-def _guess(low, span, i):
-    """The `i`-th of four keys inside of a span, `low` for 0: i / 5 of it, rounded up."""
-    return low + ((i * span * 13108 + 65535) >> 16)
+def _fills(key, low, shift):
+    """A 1 in the nibble of each bin from the first to the key's, none for a key below them."""
+    place = (key - low).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+    place = tl.minimum(place, 7).to(tl.int32)
+    return tl.where(key >= low, 0x11111111 >> (28 - 4 * place), 0)
 
 
 @triton.jit
-def _reaches(key, guess):
-    return (key >= guess.to(tl.int32)).to(tl.int32)
+def _bits(number):
+    """Bits of an unsigned number, or one more: the exponent of the float that it rounds to."""
+    exponent = number.to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return tl.maximum(exponent - 126, 0)
 
 
 @triton.jit
@@ -227,10 +253,9 @@ def _places(key, bound, MOST: tl.constexpr):
 
 
 @triton.jit
-def _put(out, block, place, take, complete, RATIO: tl.constexpr, MEMBERS: tl.constexpr):
+def _put(out, block, place, take, complete, RATIO: tl.constexpr):
     """Writes the tokens of the blocks taken; -1 for blocks that are not complete."""
-    member = tl.arange(0, MEMBERS)[None, :]
-    token = tl.where(block < complete, block * RATIO, -1)[:, None]
-    token = tl.where(token >= 0, token + member, -1)
-    here = out + place[:, None] * RATIO + member
-    tl.store(here, token, mask=take[:, None] & (member < RATIO))
+    token = tl.where(block < complete, block * RATIO, -1)
+    for member in tl.static_range(RATIO):
+        here = out + place * RATIO + member
+        tl.store(here, tl.where(token >= 0, token + member, -1), mask=take)
