@@ -17,4 +17,6 @@ def refuses(query, gate, key, value, slots, page_table=None):
         return f"is for up to 32 query heads of a kv head, not {query.shape[2] // key.shape[2]}"
     if query.shape[3] > 256:
         return f"is for up to 256 channels, not {query.shape[3]}"
+    if key.dtype == jnp.float8_e4m3fn and query.shape[3] % 4:
+        return f"reads e4m3 in words of 4 channels, and there are {query.shape[3]}"
     return None

@@ -187,18 +187,41 @@ def _slots(slots, table, entry, there, PAGE: tl.constexpr, PAGES: tl.constexpr):
 def _load(
     key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Keys and values [tokens, channels] of one head; zeros where there is no token."""
-    at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * CHANNELS
+    """Keys and values [tokens, channels] of one head; zeros where there is no token.
+
+    Of e4m3 they are words of 4 channels, see `_widened`.
+    """
+    PACKED: tl.constexpr = 4 if key_ptr.dtype.element_ty == tl.float8e4nv else 1
+    if PACKED > 1:
+        key_ptr = key_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        value_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        channel = tl.arange(0, channel.shape[0] // PACKED)
+    at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * (CHANNELS // PACKED)
     at = at[:, None] + channel[None, :]
     # places without a token may hold NaN
-    there = (slot >= 0)[:, None] & (channel < CHANNELS)[None, :]
-    key = tl.load(key_ptr + at, mask=there, other=0.0)
-    return key, tl.load(value_ptr + at, mask=there, other=0.0)
+    there = (slot >= 0)[:, None] & (channel < CHANNELS // PACKED)[None, :]
+    key = tl.load(key_ptr + at, mask=there, other=0)
+    return key, tl.load(value_ptr + at, mask=there, other=0)
+
+
+@triton.jit
+def _widened(words, dtype: tl.constexpr):
+    """Channels of e4m3, four in a word, side by side in another dtype."""
+    even = tl.interleave(_byte(words, 0, dtype), _byte(words, 2, dtype))
+    return tl.interleave(even, tl.interleave(_byte(words, 1, dtype), _byte(words, 3, dtype)))
+
+
+@triton.jit
+def _byte(words, i: tl.constexpr, dtype: tl.constexpr):
+    return (words >> (8 * i)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @triton.jit
 def _attend(query, key, value, slot, top, total, out, SCALE: tl.constexpr):
     """Adds some tokens to a softmax under way: its maximum, its sum, the weighted values."""
+    if key.dtype == tl.int32:
+        # a product takes words from shared memory: byte by byte it would be four times the loads
+        key, value = _widened(key, query.dtype), _widened(value, query.dtype)
     key, value = key.to(query.dtype), value.to(query.dtype)
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * SCALE
     score = tl.where((slot >= 0)[None, :], score, float("-inf"))
