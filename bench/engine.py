@@ -1,0 +1,165 @@
+"""What `generate` makes of the round: its rounds per second, and a soak.
+
+    python -m bench.engine rate --context 65536        # the released model
+    python -m bench.engine soak --layers 4 --rounds 20000
+
+`rate` drives the engine behind `generate` with one greedy request whose slot is set to a context of
+zeros, and queues the same program with the same shapes behind itself, as `bench.decode` does; both
+in groups, in turn, medians. `soak` repeats one schedule of requests that come and go, with
+temperature and without, until there were so many rounds: each repetition must give the ids of the
+first, leave the memory in use as it was after the second, and not take longer. Random weights. One
+JSON line goes to `bench/results/<device>/engine.jsonl`.
+"""
+
+import argparse
+import resource
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.record import append, stamp
+from bench.released import build, released_config
+from qwen4jax.config import Config, Quantization
+from qwen4jax.decode.batching import Engine
+from qwen4jax.decode.burst import empty, send
+from qwen4jax.decode.call import Call
+from qwen4jax.decode.round import run_round
+from qwen4jax.decode.sampling import Sampling
+from qwen4jax.params import Params
+
+GROUP = 20
+DRAFTS = 3
+
+
+def engine_of(params: Params, prompts: list, sampling: Any, slots: int) -> tuple[Engine, list]:
+    """The engine that `generate` would run, and its requests."""
+    call = Call(
+        params, prompts, sampling, DRAFTS, None, None, None, False, slots, 256, None
+    )  # fmt: skip
+    return call.engine(), list(call.requests)
+
+
+def rate(params: Params, context: int, groups: int) -> dict:
+    """Rounds per second of the engine and of the bare program."""
+    longest = min(2 * context, params.config.max_position_embeddings)
+    sampling = Sampling(temperature=0, max_new_tokens=longest - 600, ignore_eos=True)
+    engine, requests = engine_of(params, [list(range(1, 257))], sampling, 1)
+    engine.admit(0, requests[0])
+    while engine.rounds < 8:
+        list(engine.advance())
+    engine.state = engine.state.replace(length=jnp.full(1, context, jnp.int32))
+    through, bare = [], []
+    for _ in range(groups):
+        began = time.perf_counter()
+        for _ in range(GROUP):
+            given = sum(len(delta.token_ids) for delta in engine.advance())
+        jax.block_until_ready(engine.state)
+        through.append((time.perf_counter() - began) / GROUP)
+        if not given:
+            raise SystemExit("the request ended before it was timed")
+        began = time.perf_counter()
+        # the same program, its tokens thrown away
+        carry = (engine.state, engine._controls, engine._active, empty(1, DRAFTS))
+        sent = []
+        for _ in range(GROUP):
+            carry = run_round(params, *carry, **engine._wanted)
+            sent.append(send(carry[-1]))
+        for burst in sent:
+            burst.read()
+        bare.append((time.perf_counter() - began) / GROUP)
+        engine.state, engine._controls, engine._active, _ = carry
+    one, other = statistics.median(through), statistics.median(bare)
+    return {
+        "context": context,
+        "rounds": groups * GROUP,
+        "rounds_per_s": round(1 / one, 2),
+        "bare_rounds_per_s": round(1 / other, 2),
+        "share": round(other / one, 4),
+    }
+
+
+def schedule(vocab: int, number: int) -> tuple[list, list]:
+    """Prompts and sampling of `number` requests of many lengths."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, vocab, rng.integers(1, 200)).tolist() for _ in range(number)]
+    sampling = [
+        Sampling(
+            temperature=float(i % 2),
+            seed=i,
+            max_new_tokens=int(rng.integers(1, 160)),
+            ignore_eos=True,
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, sampling
+
+
+def soak(params: Params, rounds: int, slots: int) -> dict:
+    """Repeats the schedule; raises SystemExit where a repetition gives other ids."""
+    prompts, sampling = schedule(params.config.vocab_size, 3 * slots)
+    engine, requests = engine_of(params, prompts, sampling, slots)
+    first, seconds, held, resident = None, [], [], []
+    while engine.rounds < rounds or len(seconds) < 4:
+        began, before = time.perf_counter(), engine.rounds
+        for _ in engine.run(requests):
+            pass
+        jax.block_until_ready(engine.state)
+        ids = [engine.finished.pop(number).ids for number in range(len(requests))]
+        if first is None:
+            first = ids
+        if ids != first:
+            raise SystemExit(f"repetition {len(seconds)} gave other ids")
+        seconds.append((time.perf_counter() - began) / (engine.rounds - before))
+        held.append((jax.devices()[0].memory_stats() or {}).get("bytes_in_use"))
+        resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    if held[-1] != held[1]:
+        raise SystemExit(f"memory in use went from {held[1]} to {held[-1]} bytes")
+    # the first repetition compiles
+    tenth = max(len(seconds) // 10, 1)
+    return {
+        "rounds": engine.rounds,
+        "requests": len(requests) * len(seconds),
+        "slots": slots,
+        "round_ms_first": round(statistics.median(seconds[1 : 1 + tenth]) * 1e3, 4),
+        "round_ms_last": round(statistics.median(seconds[-tenth:]) * 1e3, 4),
+        "bytes_device": held[-1],
+        "bytes_host_grown": resident[-1] - resident[1],
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.config == "flash_next":
+        config = released_config(layers=args.layers)
+    else:
+        config = Config.tiny(quantization=Quantization(experts="nvfp4"))
+    params = build(config)
+    if args.mode == "rate":
+        found = rate(params, args.context, args.groups)
+    else:
+        found = soak(params, args.rounds, args.slots)
+    line = {"run": args.mode, "config": f"{args.config} layers={config.num_hidden_layers}"}
+    line |= found | stamp()
+    append([line], "engine.jsonl", args.out)
+    print(line, flush=True)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("mode", choices=("rate", "soak"))
+    parser.add_argument("--config", choices=("flash_next", "tiny"), default="flash_next")
+    parser.add_argument("--layers", type=int, default=48, help="of flash_next; a multiple of 4")
+    parser.add_argument("--context", type=int, default=65536, help="tokens in the slot, of rate")
+    parser.add_argument("--groups", type=int, default=5, help="of 20 rounds each, of rate")
+    parser.add_argument("--rounds", type=int, default=20000, help="at least, of soak")
+    parser.add_argument("--slots", type=int, default=8, help="of soak")
+    parser.add_argument("--out", help="folder of engine.jsonl; by default bench/results/<device>")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
