@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from qwen4jax.pallas.gated_delta.triton_commit import commit_layers_kernel
 from qwen4jax.pallas.skinny_matmul.triton_kernels import _projections
-from qwen4jax.pallas.triton_call import _with_idle_pointer, source, triton_call
+from qwen4jax.pallas.triton_call import _with_idle_pointer, source, takes, triton_call
 
 POINTER = "!tt.ptr<{}> {{tt.divisibility = 16 : i32}}"
 A, B, C = (f"%arg{i}: {POINTER.format(kind)}" for i, kind in enumerate(("bf16", "f32", "i32")))
@@ -32,6 +33,15 @@ def test_parameters_that_do_not_fit_are_named():
         source(_projections, ("bfloat16",) * 8, fits)
     with pytest.raises(TypeError, match="no parameter BLOCK"):
         source(_projections, ("bfloat16",) * 9, (*fits, ("BLOCK", 1)))
+
+
+def test_parameters_of_several_arrays_share_what_is_left():
+    """Six of the layers' arrays, and the counts, which are one."""
+    names = ["state", "conv", "window", "key", "delta", "decay", "count"]
+    assert takes(commit_layers_kernel, names, 6 * 3 + 1) == [3] * 6 + [None]
+    for arrays in (1, 6, 6 * 3 + 2):
+        with pytest.raises(TypeError, match=f"{arrays} arrays for the parameters state, conv"):
+            takes(commit_layers_kernel, names, arrays)
 
 
 def test_outside_of_a_gpu_it_says_so():
