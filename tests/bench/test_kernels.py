@@ -166,7 +166,7 @@ def test_only_what_changes_of_a_state_counts():
     """Rows with no accepted token are neither read nor written."""
     operation = operations()["gated_delta.commit"]
     inputs = draw(next(c for c in operation.cases if c.name == "every_count"))
-    state, factors = inputs["state"], inputs["factors"]
+    (state,), (factors,) = inputs["states"], inputs["factors"]
     row = (state.conv.nbytes + state.recurrent.nbytes) // 5
     token = sum(getattr(factors, part).nbytes for part in ("key", "delta", "decay")) // 20
     assert operation.nbytes(inputs, result(operation, inputs)) == 2 * 4 * row + 10 * token
