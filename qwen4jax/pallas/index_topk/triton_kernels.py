@@ -129,7 +129,7 @@ def _best_of(scores, group, complete, SIZE: tl.constexpr, COUNT: tl.constexpr):
     """Highest key of each group of `SIZE` blocks; a load has `COUNT` of a group."""
     best = tl.full((group.shape[0],), _NONE, tl.int32)
     # 16 bytes a thread and load
-    for first in tl.static_range(0, SIZE, COUNT):
+    for first in tl.static_range(0, SIZE, COUNT):  # pyright: ignore[reportGeneralTypeIssues]
         block = group[:, None] * SIZE + first + tl.arange(0, COUNT)[None, :]
         valid = block < complete
         key = _key(tl.load(scores + block, mask=valid, other=0.0), valid)
@@ -256,6 +256,6 @@ def _places(key, bound, MOST: tl.constexpr):
 def _put(out, block, place, take, complete, RATIO: tl.constexpr):
     """Writes the tokens of the blocks taken; -1 for blocks that are not complete."""
     token = tl.where(block < complete, block * RATIO, -1)
-    for member in tl.static_range(RATIO):
+    for member in tl.static_range(RATIO):  # pyright: ignore[reportGeneralTypeIssues]
         here = out + place * RATIO + member
         tl.store(here, tl.where(token >= 0, token + member, -1), mask=take)

@@ -191,15 +191,22 @@ def _load(
 
     Of e4m3 they are words of 4 channels, see `_widened`.
     """
-    PACKED: tl.constexpr = 4 if key_ptr.dtype.element_ty == tl.float8e4nv else 1
-    if PACKED > 1:
+    if key_ptr.dtype.element_ty == tl.float8e4nv:
         key_ptr = key_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         value_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        channel = tl.arange(0, channel.shape[0] // PACKED)
-    at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * (CHANNELS // PACKED)
-    at = at[:, None] + channel[None, :]
+        word = tl.arange(0, channel.shape[0] // 4)
+        key, value = _rows(key_ptr, value_ptr, slot, kv_head, word, KV_HEADS, CHANNELS // 4)
+    else:
+        key, value = _rows(key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS, CHANNELS)
+    return key, value
+
+
+@triton.jit
+def _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * WIDTH
+    at = at[:, None] + column[None, :]
     # places without a token may hold NaN
-    there = (slot >= 0)[:, None] & (channel < CHANNELS // PACKED)[None, :]
+    there = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
     key = tl.load(key_ptr + at, mask=there, other=0)
     return key, tl.load(value_ptr + at, mask=there, other=0)
 
