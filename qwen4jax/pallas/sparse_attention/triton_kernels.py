@@ -195,14 +195,15 @@ def _load(
         key_ptr = key_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         value_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         word = tl.arange(0, channel.shape[0] // 4)
-        key, value = _rows(key_ptr, value_ptr, slot, kv_head, word, KV_HEADS, CHANNELS // 4)
+        found = _rows(key_ptr, value_ptr, slot, kv_head, word, KV_HEADS, CHANNELS // 4)
     else:
-        key, value = _rows(key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS, CHANNELS)
-    return key, value
+        found = _rows(key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS, CHANNELS)
+    return found
 
 
 @triton.jit
 def _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """The same of rows of `WIDTH` columns."""
     at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * WIDTH
     at = at[:, None] + column[None, :]
     # places without a token may hold NaN
