@@ -82,10 +82,11 @@ def floor_parts(
         Part("GDN projections", _nbytes([_gdn_weights(x) for x in linear]), "verify"),
         Part("QSA projections", _nbytes([_qsa_weights(x) for x in sparse]), "verify"),
         Part("gated residual", _nbytes([residual, d.hyper_connection_mixer]), "verify"),
-        Part("router, shared expert", _nbytes([_dense_mlp(x) for x in d.layers]), "verify"),
+        Part("router", _nbytes([_router(x) for x in d.layers]), "verify"),
         Part(
-            "routed experts",
-            len(d.layers) * distinct * _expert_bytes(d.layers[0]),
+            "experts",
+            len(d.layers) * distinct * _expert_bytes(d.layers[0])
+            + _nbytes([x.mlp.shared_expert for x in d.layers]),
             "verify",
         ),
         Part("lm_head", head, "verify"),
@@ -100,11 +101,12 @@ def floor_parts(
         layer = d.mtp.layers[0]
         per_step = _expert_bytes(layer) * draft_distinct
         extend = _expert_bytes(layer) * distinct
-        dense = _nbytes(d.mtp) - _nbytes(layer.mlp.experts)
+        copy = _nbytes(d.mtp.lm_head)
+        dense = _nbytes(d.mtp) - _nbytes(layer.mlp.experts) - copy
         parts += [
             Part("draft experts", extend + (drafts - 1) * per_step, "draft"),
             Part("draft dense", drafts * dense, "draft"),
-            Part("draft lm_head", drafts * head, "draft"),
+            Part("draft lm_head", drafts * (copy or head), "draft"),
             Part(
                 "draft attention",
                 (rows + (drafts - 1) * batch) * per_row_kv + batch * index,
@@ -123,8 +125,8 @@ _VERIFY = (
     ("sparse attention", r"/sparse_attention"),
     ("compress and store", r"compress_and_store"),
     ("gated residual", r"gated_residual"),
-    ("router, shared expert", r"router_and_shared"),
-    ("routed experts", r"/experts"),
+    ("router", r"/router"),
+    ("experts", r"/experts"),
     ("n-gram embedding", r"/ple"),
     ("lm_head", r"lm_head"),
 )
@@ -162,8 +164,8 @@ def _expert_bytes(layer) -> float:
     return _nbytes(experts) / experts.down_proj.shape[0]
 
 
-def _dense_mlp(layer) -> list:
-    return [layer.mlp.gate, layer.mlp.shared_expert, layer.mlp.shared_expert_gate]
+def _router(layer) -> list:
+    return [layer.mlp.gate, layer.mlp.shared_expert_gate]
 
 
 def _gdn_weights(layer) -> list:

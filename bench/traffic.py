@@ -33,7 +33,7 @@ def _boundary(inputs: dict[str, Any], out: Any) -> float:
 def _experts(inputs: dict[str, Any], out: Any) -> float:
     weights = inputs["gate_up"], inputs["down"]
     share = len(np.unique(np.asarray(inputs["ids"]))) / inputs["gate_up"].shape[0]
-    rest = [inputs[name] for name in ("x", "ids", "weights")]
+    rest = [inputs.get(name) for name in ("x", "ids", "weights", "shared")]
     return share * size(weights) + size(rest) + size(out)
 
 

@@ -53,7 +53,12 @@ def test_experts_match_float64(case, implementation):
     for t, chosen in enumerate(np.asarray(inputs["ids"])):
         for e, w in zip(chosen, weights[t], strict=True):
             want[t] += w * oracle.swiglu(x[t], gate_up[e, 0], gate_up[e, 1], down[e])
-    assert got.dtype == jnp.float32
+    shared = inputs.get("shared")
+    if shared is not None:
+        gate, up, own_down, logit = (f64(a) for a in shared)
+        for t in range(len(x)):
+            want[t] += oracle.sigmoid(logit[t]) * oracle.swiglu(x[t], gate, up, own_down)
+    assert got.dtype == inputs.get("out_dtype", jnp.float32)
     # in bfloat16 the dequantised weights and the hidden values are rounded on the way
     assert_matches(got, want, share=4e-6 if dtype == jnp.float32 else 2.0**-7)
 
@@ -76,7 +81,7 @@ def test_hidden_values_are_rounded_to_the_activations_dtype():
 
 def test_nvfp4_products_are_exact_in_the_kernel():
     """All 16 codes with all 256 scales, NaN among them, against float64: no bit differs."""
-    from qwen4jax.pallas.moe.triton_experts import down_kernel
+    from qwen4jax.pallas.moe.triton_down import down_kernel
     from tests.pallas.triton_interpreter import interpret
 
     tokens, rows, columns = 8, 64, 128
@@ -85,16 +90,32 @@ def test_nvfp4_products_are_exact_in_the_kernel():
     scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
     down = quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
     want = values(down)[0]
-    size = dict(C=128, L=64, FORM="nvfp4", W=4, AHEAD=1)
+    size = dict(C=128, L=64, FORM="nvfp4", W=4, AHEAD=1, SHARED=0, LISTED=0, SUM=1)
     for code in range(16):
         # token n reads this code of scale group n
         hidden = np.zeros((tokens, columns), ml_dtypes.bfloat16)
         hidden[np.arange(tokens), 16 * np.arange(tokens) + code] = 1.0
-        (got,) = interpret(
+        ids, share = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
+        stored = (packed, scales, down.weight_scale_2)
+        outs = [((1,), jnp.int32), ((tokens, rows), jnp.float32), ((tokens, rows), jnp.float32)]
+        _, parts, got = interpret(
             down_kernel,
             (1, tokens),
-            [hidden, np.zeros((tokens, 1), np.int32), packed, scales, down.weight_scale_2],
-            [jax.ShapeDtypeStruct((tokens, rows), jnp.float32)],
-            dict(size, T=tokens, K=1, TP=8, KP=1, D=rows, F=columns),
+            [hidden, ids, ids, *stored, hidden, share, share, np.zeros(1, np.int32)],
+            [jax.ShapeDtypeStruct(*out) for out in outs],
+            dict(
+                size,
+                T=tokens,
+                TP=8,
+                K=1,
+                KP=1,
+                D=rows,
+                F=columns,
+                SHARED=0,
+                LISTED=0,
+                PLACES=tokens,
+            ),
+            {9: 0},
         )
+        np.testing.assert_array_equal(parts, got)
         np.testing.assert_array_equal(f64(got), hidden.astype(float) @ want.T)

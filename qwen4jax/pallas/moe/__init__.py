@@ -1,7 +1,8 @@
 """The mixture of experts: choosing and applying the routed experts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas.moe import limits, reference
@@ -31,6 +32,22 @@ EXPERTS = Operation(
 )
 
 
+class Shared(NamedTuple):
+    """The expert that every token passes.
+
+    Attributes:
+        gate: plain matrix.
+        up: plain matrix.
+        down: plain matrix.
+        logit: of its share in each token's sum, float32.
+    """
+
+    gate: Float[Array, "S D"]
+    up: Float[Array, "S D"]
+    down: Float[Array, "D S"]
+    logit: Float[Array, "T 1"]
+
+
 def route(
     logits: Float[Array, "T E"], k: int, *, renormalize: bool, implementation: str | None = None
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
@@ -51,10 +68,14 @@ def experts(
     weights: Float[Array, "T k"],
     gate_up: Any,
     down: Any,
+    shared: Shared | None = None,
     *,
+    out_dtype: Any = None,
     implementation: str | None = None,
 ) -> Float[Array, "T D"]:
     """`sum_j weights[t, j] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))`, `e = ids[t, j]`.
+
+    A shared expert adds `sigmoid(logit[t])` times the same of its matrices.
 
     Args:
         x: tokens.
@@ -63,9 +84,13 @@ def experts(
         gate_up: [E, 2, I, D] (gate, up), an array or a stored form of `quant.py`, dequantised
             exactly where it is used.
         down: [E, D, I], likewise.
+        shared: the shared expert, if it takes part.
+        out_dtype: of the result, by default float32.
         implementation: see `EXPERTS`; by default the fastest.
 
     Returns:
-        float32, summed in float32 in the order of `ids`' columns or of the experts.
+        Summed in float32, in the order of `ids`' columns or of the experts, the shared one last,
+        and rounded once.
     """
-    return EXPERTS.run(implementation, x.shape[0], x, ids, weights, gate_up, down)
+    inputs = (x, ids, weights, gate_up, down, shared)
+    return EXPERTS.run(implementation, x.shape[0], *inputs, out_dtype=out_dtype or jnp.float32)

@@ -6,6 +6,7 @@ import numpy as np
 
 from qwen4jax import quant
 from qwen4jax.pallas.cases import BF16, F32, Case, integers, normal, weight
+from qwen4jax.pallas.moe import Shared
 
 
 def _route(name, tokens, experts, k, dtype=F32, *, renormalize=True, logits=None, **more):
@@ -57,12 +58,18 @@ def _experts(
     *,
     form="plain",
     pick=None,
+    shared=False,
     device_only=False,
 ):
     def build(rng):
         ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k] if pick is None else pick
         shares = rng.random((tokens, k)) + 0.1
-        return dict(
+        own = {}
+        if shared:
+            gate, up = (weight(rng, (width, hidden), dtype) for _ in range(2))
+            down = weight(rng, (hidden, width), dtype)
+            own = dict(shared=Shared(gate, up, down, normal(rng, (tokens, 1))), out_dtype=dtype)
+        return own | dict(
             x=normal(rng, (tokens, hidden), dtype),
             ids=integers(ids),
             weights=jnp.asarray(shares / shares.sum(1, keepdims=True), F32),
@@ -100,10 +107,27 @@ CASES = (
     _experts("bfloat16_two_warps", 2, 4, 2, 64, 32, BF16),
     _experts("fp8_few_edge_blocks", 1, 4, 2, 144, 136, form="fp8"),
     _experts("fp8_many", 9, 4, 2, 32, 16, form="fp8"),
+    _experts("shared_many", 9, 4, 2, 32, 16, shared=True),
+    _experts("shared_none", 0, 4, 2, 16, 8, shared=True),
+    _experts("shared_nvfp4", 3, 8, 3, 256, 128, BF16, form="nvfp4", shared=True),
+    _experts("shared_nvfp4_ranked", 10, 3, 2, 128, 128, BF16, form="nvfp4", shared=True),
+    _experts("shared_fp8", 2, 4, 2, 128, 64, BF16, form="fp8", shared=True),
+    _experts("shared_bfloat16", 8, 4, 2, 64, 32, BF16, shared=True),
     _route("released_4", 4, 512, 10, BF16, device_only=True),
     _route("released_chunk", 4096, 512, 10, BF16, device_only=True),
     *(
         _experts(f"released_{form}_{t}", t, 512, 10, 2560, 640, BF16, form=form, device_only=True)
+        for form in ("plain", "nvfp4", "fp8")
+        for t in (1, 4, 32, 128)
+    ),
+    *(
+        _experts(
+            f"released_shared_{form}_{t}",
+            *(t, 512, 10, 2560, 640, BF16),
+            form=form,
+            shared=True,
+            device_only=True,
+        )
         for form in ("plain", "nvfp4", "fp8")
         for t in (1, 4, 32, 128)
     ),

@@ -8,8 +8,12 @@ from qwen4jax import quant
 CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
 # rows of a program of down: warps of 16
 DOWN_WARPS = 4
-# tokens of a call: each program looks for its expert among all their choices
+# tokens of a call
 MOST_TOKENS = 128
+# tokens up to which a program finds its pairs itself: the columns of a tile
+FEW_TOKENS = 8
+# tokens up to which the last programs of down add up
+SUM_TOKENS = 8
 # experts of a router: a warp holds a token's
 MOST_EXPERTS = 2048
 # steps of a row, which are unrolled
@@ -30,6 +34,11 @@ def split(columns: int, chunk: int) -> int:
     return next(w for w in (4, 2, 1) if columns % (chunk * w) == 0)
 
 
+def most_tiles(pairs: int, experts: int) -> int:
+    """Tiles of up to 8 pairs of one expert that there are at most."""
+    return (pairs + 7 * min(pairs, experts)) // 8
+
+
 def refuses_route(logits, k, *, renormalize):
     """What keeps the Triton kernel from these arguments, if anything."""
     if logits.shape[1] > MOST_EXPERTS:
@@ -37,7 +46,7 @@ def refuses_route(logits, k, *, renormalize):
     return None
 
 
-def refuses_experts(x, ids, weights, gate_up, down):
+def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """What keeps the Triton kernels from these arguments, if anything."""
     stored = form(gate_up)
     if stored is None or form(down) != stored:
@@ -54,6 +63,13 @@ def refuses_experts(x, ids, weights, gate_up, down):
     ):
         if size % step:
             return f"needs a {name} in multiples of {step}, not {size}"
-    if max(hidden // (chunk * split(hidden, chunk)), width // chunk) > _MOST_STEPS:
+    warps = split(hidden, chunk)
+    if shared is not None:
+        if any(w.dtype != jnp.bfloat16 for w in shared[:3]):
+            return "is for a shared expert in bfloat16"
+        if shared[0].shape[0] != width:
+            return f"needs a shared expert as wide as the others, {width}"
+        chunk = CHUNKS["bf16"][0]
+    if max(hidden // (chunk * warps), width // chunk) > _MOST_STEPS:
         return f"is for rows of up to {_MOST_STEPS} steps"
     return None

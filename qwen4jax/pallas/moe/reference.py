@@ -19,7 +19,7 @@ def route(logits, k, *, renormalize):
     return ids, weights
 
 
-def experts(x, ids, weights, gate_up, down):
+def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """See `qwen4jax.pallas.moe.experts`.
 
     Few tokens read the weights of their own experts only, once per token; many tokens pass all
@@ -27,7 +27,10 @@ def experts(x, ids, weights, gate_up, down):
     """
     few = ids.size <= _CHOSEN_SHARE * gate_up.shape[0]
     run = _chosen_experts if few else _every_expert
-    return run(x, ids, weights, gate_up, down)
+    total = run(x, ids, weights, gate_up, down)
+    if shared is not None:
+        total = total + _shared_expert(x, *shared)
+    return total.astype(out_dtype)
 
 
 def _chosen_experts(x, ids, weights, gate_up, down):
@@ -50,6 +53,11 @@ def _every_expert(x, ids, weights, gate_up, down):
 
     start = jnp.zeros(x.shape, jnp.float32)
     return jax.lax.scan(add, start, jnp.arange(gate_up.shape[0]))[0]
+
+
+def _shared_expert(x, gate, up, down, logit):
+    h = jnp.stack([_dot("td,id->ti", x, gate), _dot("td,id->ti", x, up)], axis=-2)
+    return jax.nn.sigmoid(logit) * _dot("ti,di->td", _activate(h).astype(x.dtype), down)
 
 
 def _activate(h):

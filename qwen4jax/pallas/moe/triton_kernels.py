@@ -4,12 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton
 
 from qwen4jax import quant
 from qwen4jax.pallas.moe import limits
-from qwen4jax.pallas.moe.triton_experts import combine_kernel, down_kernel, gate_up_kernel
+from qwen4jax.pallas.moe.triton_down import down_kernel
+from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
+from qwen4jax.pallas.moe.triton_groups import group_kernel
 from qwen4jax.pallas.moe.triton_route import route_kernel
+from qwen4jax.pallas.moe.triton_sum import combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # steps whose weights are asked for ahead of use
@@ -36,72 +38,122 @@ def route(logits, k, *, renormalize):
         num_stages=1,
         E=experts_,
         K=k,
-        EP=triton.next_power_of_2(experts_),
-        KP=triton.next_power_of_2(k),
+        EP=_power_of_2(experts_),
+        KP=_power_of_2(k),
         RENORMALIZE=renormalize,
     )
 
 
-def experts(x, ids, weights, gate_up, down):
+def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """See `qwen4jax.pallas.moe.experts`; `limits.refuses_experts` says what it takes."""
     tokens, hidden = x.shape
     width, choices = gate_up.shape[-2], ids.shape[1]
     if tokens == 0:
-        return jnp.zeros(x.shape, jnp.float32)
+        return jnp.zeros(x.shape, out_dtype)
     form = limits.form(gate_up) or ""
     columns, elements = limits.CHUNKS[form]
-    shared: dict[str, Any] = dict(
+    listed, summed = tokens > limits.FEW_TOKENS, tokens <= limits.SUM_TOKENS
+    groups = -(-tokens // 8) if shared is not None else 0
+    # what is never read has to be something, too
+    gate, up, own_down, logit = shared if shared is not None else (x, x, x, weights)
+    which = _listed(ids, gate_up.shape[0]) if listed else (ids, ids)
+    places = groups + which[0].size
+    size: dict[str, Any] = dict(T=tokens, K=choices, D=hidden, SHARED=groups)
+    common: dict[str, Any] = size | dict(
         num_stages=1,
-        T=tokens,
-        K=choices,
-        TP=max(8, triton.next_power_of_2(tokens)),
-        KP=triton.next_power_of_2(choices),
-        D=hidden,
+        KP=_power_of_2(choices),
         F=width,
         C=columns,
         L=elements,
         FORM=form,
+        LISTED=listed,
     )
-    pairs = tokens * choices
+    rows = tokens * choices + (tokens if groups else 0)
+    blocks = hidden // (16 * limits.DOWN_WARPS)
+    counters = _power_of_2(blocks)
     warps = limits.split(hidden, columns)
-    h = triton_call(
+    h, counter = triton_call(
         x,
-        ids,
+        *which,
         *_parts(gate_up),
+        gate,
+        up,
         kernel=gate_up_kernel,
         name=f"experts_gate_up_{form}_{tokens}x{choices}x{width}x{hidden}",
-        out=jax.ShapeDtypeStruct((pairs, width), x.dtype),
-        grid=(width // 16, pairs),
+        out=(
+            jax.ShapeDtypeStruct((rows, width), x.dtype),
+            jax.ShapeDtypeStruct((counters,), jnp.int32),
+        ),
+        grid=(width // 16, places),
         num_warps=warps,
         W=warps,
         AHEAD=min(GATE_UP_AHEAD, hidden // (columns * warps)),
-        **shared,
+        COUNTERS=counters,
+        **common,
     )
     warps = limits.DOWN_WARPS
-    parts = triton_call(
+    total = jax.ShapeDtypeStruct(x.shape, out_dtype)
+    _, parts, out = triton_call(
         h,
-        ids,
+        *which,
         *_parts(down),
+        own_down,
+        weights,
+        logit,
+        counter,
         kernel=down_kernel,
         name=f"experts_down_{form}_{tokens}x{choices}x{hidden}x{width}",
-        out=jax.ShapeDtypeStruct((pairs, hidden), jnp.float32),
-        grid=(hidden // (16 * warps), pairs),
+        out=(counter, jax.ShapeDtypeStruct((rows, hidden), jnp.float32), total),
+        grid=(blocks, places),
         num_warps=warps,
+        aliases={9: 0},
         W=warps,
         AHEAD=min(DOWN_AHEAD, width // columns),
-        **shared,
+        TP=_power_of_2(tokens),
+        SUM=summed,
+        PLACES=places,
+        **common,
     )
+    if summed:
+        return out
     return triton_call(
         parts,
         weights,
+        logit,
         kernel=combine_kernel,
         name=f"experts_sum_{tokens}x{choices}x{hidden}",
-        out=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        out=total,
         grid=(-(-hidden // COMBINE), tokens),
         num_warps=4,
-        K=choices,
-        D=hidden,
         BLOCK=COMBINE,
+        **size,
+    )
+
+
+def _listed(ids, experts_):
+    """Experts of tiles of 8 pairs, and the pairs."""
+    tokens, choices = ids.shape
+    tiles = limits.most_tiles(ids.size, experts_)
+    each = -(-tiles // experts_)
+    return triton_call(
+        ids,
+        kernel=group_kernel,
+        name=f"experts_group_{tokens}x{choices}x{experts_}",
+        out=(
+            jax.ShapeDtypeStruct((tiles,), jnp.int32),
+            jax.ShapeDtypeStruct((tiles, 8), jnp.int32),
+        ),
+        grid=(experts_,),
+        num_warps=4,
+        T=tokens,
+        K=choices,
+        TP=_power_of_2(tokens),
+        KP=_power_of_2(choices),
+        E=experts_,
+        EP=_power_of_2(experts_ + 1),
+        TILES=tiles,
+        EACH=each,
+        EACHP=_power_of_2(each),
     )
 
 
@@ -113,3 +165,8 @@ def _parts(w):
         return w.weight, w.weight_scale_inv, w.weight_scale_inv
     # never read
     return w, w, w
+
+
+def _power_of_2(n: int) -> int:
+    """The next from `n` on."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -48,6 +48,10 @@ mul.rn.bf16x2 $3, b, $6;
 
 NVFP4 = tl.constexpr("nvfp4")
 FP8 = tl.constexpr("fp8")
+BF16 = tl.constexpr("bf16")
+# of a shared expert in bfloat16: columns of a chunk, and steps that are asked for ahead
+SHARED_CHUNK = tl.constexpr(32)
+SHARED_AHEAD = tl.constexpr(4)
 
 
 @triton.jit

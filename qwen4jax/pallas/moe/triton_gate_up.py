@@ -1,0 +1,238 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+"""Gate and up of the experts for few tokens, and the activation: every matrix is read once.
+
+Bytes decide: at the released sizes an expert in NVFP4 is 2.76 MB, so 4 tokens (39 distinct experts)
+read 108 MB, 25 us at 4.3 TB/s, of which two thirds are gate and up; the shared expert in bfloat16
+adds 9.8 MB.
+
+A program of either product has one expert, up to 8 of its pairs (`triton_groups.py`)
+and some rows. The weights' addresses hang on the expert alone: with few tokens, when nearly every
+pair leads, the first loads are under way while a program looks for the other pairs.
+
+The shared expert has programs in the same launches, the first ones, because theirs are the longest.
+Its hidden values stand behind those of the pairs, as if it were one more choice of every token.
+"""
+
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.moe.triton_groups import members
+from qwen4jax.pallas.moe.triton_stored import (
+    BF16,
+    NVFP4,
+    PRODUCT_UP,
+    SHARED_AHEAD,
+    SHARED_CHUNK,
+    lane_columns,
+    load_chunk,
+    load_tokens,
+    next_matrix,
+    product,
+    scale_pointers,
+    weight_pointers,
+)
+
+
+@triton.jit
+def _load_pair(
+    gate,
+    gate_scale,
+    up,
+    up_scale,
+    step: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    W: tl.constexpr,
+):
+    """A step of the rows of gate and of up: (weights, scales, weights, scales)."""
+    first = load_chunk(gate, gate_scale, step, D, C, L, FORM, True, W)
+    return first + load_chunk(up, up_scale, step, D, C, L, FORM, True, W)
+
+
+@triton.jit
+def _gate_up(
+    x,
+    tokens,
+    there,
+    gate,
+    gate_scale,
+    up,
+    up_scale,
+    early,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    W: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Sums [16, 8] of 16 rows of gate and of up with 8 tokens; `early` are the first EARLY steps.
+
+    The warps split the columns, one chunk of every W each, so that a program asks for whole rows
+    together; their sums are added in the order of the warps.
+    """
+    loaded = early
+    for i in tl.static_range(EARLY, AHEAD):
+        loaded = loaded + _load_pair(gate, gate_scale, up, up_scale, i, D, C, L, FORM, W)
+    column = tl.arange(0, W)[:, None] * C
+    xs = x + tl.reshape(tokens[None, :] * D + column, (8 * W, 1)) + lane_columns(C)[None, :]
+    live = tl.reshape(tl.broadcast_to(there[None, :], (W, 8)), (8 * W, 1))
+    g = tl.zeros((W, 16, 8), tl.float32)
+    u = tl.zeros((W, 16, 8), tl.float32)
+    STEPS: tl.constexpr = D // (C * W)
+    for i in tl.static_range(STEPS):
+        if i + AHEAD < STEPS:
+            more = _load_pair(gate, gate_scale, up, up_scale, i + AHEAD, D, C, L, FORM, W)
+            loaded = loaded + more
+        chunk = load_tokens(xs + i * (C * W), live, C, W)
+        g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
+        u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
+    return tl.sum(g, 0), tl.sum(u, 0)
+
+
+@triton.jit
+def _store_hidden(hidden, g, u, pairs, tile, F: tl.constexpr):
+    """hidden[pair] = silu(g) * u, 16 columns of each pair."""
+    h = g / (1.0 + tl.exp(-g)) * u
+    place = pairs[None, :] * F + (tile * 16 + tl.arange(0, 16))[:, None]
+    tl.store(hidden + place, h.to(hidden.dtype.element_ty), (pairs >= 0)[None, :])
+
+
+@triton.jit
+def _shared_gate_up(
+    x,
+    gate,
+    up,
+    hidden,
+    row,
+    first,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    W: tl.constexpr,
+):
+    """16 columns of the shared expert's hidden values of 8 tokens."""
+    token = first + tl.arange(0, 8)
+    C: tl.constexpr = SHARED_CHUNK
+    w1 = weight_pointers(gate, row * 16, D, C, C, True, W)
+    w2 = weight_pointers(up, row * 16, D, C, C, True, W)
+    AHEAD: tl.constexpr = min(SHARED_AHEAD, D // (C * W))
+    g, u = _gate_up(x, token, token < T, w1, w1, w2, w2, (), D, C, C, BF16, W, 0, AHEAD)
+    _store_hidden(hidden, g, u, tl.where(token < T, T * K + token, -1), row, F)
+
+
+@triton.jit
+def _routed_gate_up(
+    x,
+    ids,
+    tiles,
+    stored,
+    hidden,
+    row,
+    place,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    W: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """16 columns of the hidden values of a tile of pairs, if there is one."""
+    weight, scale, scale_2 = stored
+    chosen = tl.load(ids + place)
+    expert = chosen.to(tl.int64)
+    w = weight_pointers(weight, expert * (2 * F) + row * 16, D, C, L, True, W)
+    s = scale_pointers(scale, expert * 2, row * 16, F, D, FORM, True, W)
+    apart, scales_apart = next_matrix(F, D, C, L, FORM)
+    up, up_scale = w + apart, s + scales_apart
+    EARLY: tl.constexpr = 0 if LISTED else AHEAD
+    early = ()
+    for i in tl.static_range(EARLY):
+        early = early + _load_pair(w, s, up, up_scale, i, D, C, L, FORM, W)
+    if LISTED:
+        pairs = tl.load(tiles + place * 8 + tl.arange(0, 8))
+        lead = chosen >= 0
+    else:
+        lead, pairs = members(ids, expert, place, T, K, 8, KP)
+    if lead:
+        token, there = pairs // K, pairs >= 0
+        g, u = _gate_up(x, token, there, w, s, up, up_scale, early, D, C, L, FORM, W, EARLY, AHEAD)
+        if FORM == NVFP4:
+            g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
+            u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
+        _store_hidden(hidden, g, u, pairs, row, F)
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    ids,
+    tiles,
+    weight,
+    scale,
+    scale_2,
+    shared_gate,
+    shared_up,
+    hidden,
+    counter,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    W: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SHARED: tl.constexpr,
+    LISTED: tl.constexpr,
+    COUNTERS: tl.constexpr,
+):
+    """hidden[p] = silu(gate x) * (up x), 16 rows of each a program: grid (F/16, SHARED + tiles).
+
+    Args:
+        x: tokens [T, D].
+        ids: experts [T, K]; LISTED: of each tile.
+        tiles: pairs of each tile [tiles, 8], read if LISTED. Otherwise a tile is a pair.
+        weight: stored array of gate and up.
+        scale: stored scales.
+        scale_2: stored scales of whole matrices.
+        shared_gate: [F, D].
+        shared_up: [F, D].
+        hidden: [T K + T, F], the shared expert's last.
+        counter: int32 [COUNTERS], cleared.
+        T: tokens.
+        K: choices of a token.
+        KP: K rounded up to a power of two.
+        D: hidden size.
+        F: width of the experts, the shared one too.
+        C: columns of a chunk.
+        L: its elements in the stored array.
+        FORM: stored form.
+        W: warps.
+        AHEAD: steps asked for ahead.
+        SHARED: groups of 8 tokens for the shared expert, or 0.
+        LISTED: whether `group_kernel` made `ids` and `tiles`.
+        COUNTERS: a power of two.
+    """
+    row, place = tl.program_id(0), tl.program_id(1) - SHARED
+    if (row == 0) & (tl.program_id(1) == 0):
+        tl.store(counter + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
+    if place < 0:
+        first = (place + SHARED) * 8
+        _shared_gate_up(x, shared_gate, shared_up, hidden, row, first, T, K, D, F, W)
+    else:
+        stored = (weight, scale, scale_2)
+        _routed_gate_up(
+            x, ids, tiles, stored, hidden, row, place, T, K, KP, D, F, C, L, FORM, W, AHEAD, LISTED
+        )
