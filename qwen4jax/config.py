@@ -41,11 +41,14 @@ class Quantization:
         experts: routed experts of the main model.
         mtp_experts: routed experts of the draft head.
         ngram_embedding: rows of the n-gram tables; `fp8` has one scale for a whole table.
+        draft: projections of the draft head and the copy of the output head that its drafts are
+            read with; `bf16` has no copy. No checkpoint has another: see `weights/draft.py`.
     """
 
     experts: ExpertFormat = "bf16"
     mtp_experts: ExpertFormat = "bf16"
     ngram_embedding: TableFormat = "bf16"
+    draft: ExpertFormat = "bf16"
 
 
 @dataclasses.dataclass(frozen=True)

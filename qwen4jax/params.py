@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -159,7 +160,10 @@ class Layer(struct.PyTreeNode):
 
 
 class MultiTokenPrediction(struct.PyTreeNode, kw_only=True):
-    """The one-layer draft head (spec section 9); embedding and head are the main model's."""
+    """The one-layer draft head (spec section 9); embedding and head are the main model's.
+
+    `lm_head` is a copy of the head in a stored form, where one was asked for.
+    """
 
     fc_embedding: Float[Array, "hidden hidden_in"] = _tensor()
     fc_hidden: Float[Array, "hidden hidden_in"] = _tensor()
@@ -167,6 +171,7 @@ class MultiTokenPrediction(struct.PyTreeNode, kw_only=True):
     pre_fc_norm_hidden: Float[Array, "stream_hidden"] = _tensor("zeros")
     layers: tuple[Layer, ...]
     hyper_connection_mixer: FinalMixer
+    lm_head: Float[Array, "vocab hidden"] | None = None
 
 
 class Params(struct.PyTreeNode):
@@ -225,7 +230,10 @@ def declare(config: Config) -> Params:
     mtp = None
     if config.mtp_num_hidden_layers:
         layer = _declare_layer(config, linear=False, ple_index=None, experts=q.mtp_experts)
-        mtp = _declare(MultiTokenPrediction, config, sizes, layers=(layer,))
+        copy = None if q.draft == "bf16" else embedding
+        mtp = _declare(MultiTokenPrediction, config, sizes, layers=(layer,), lm_head=copy)
+        stored = lambda t: _stored(config, sizes, " ".join(t.axes), q.draft)  # noqa: E731
+        mtp = mtp if copy is None else draft_projections(mtp, stored)
     return Params(
         embed_tokens=embedding,
         layers=tuple(
@@ -238,6 +246,25 @@ def declare(config: Config) -> Params:
         lm_head=None if config.tie_word_embeddings else embedding,
         mtp=mtp,
         config=config,
+    )
+
+
+def draft_projections(
+    mtp: MultiTokenPrediction, change: Callable[[Any], Any]
+) -> MultiTokenPrediction:
+    """The draft head with its long projections, and its own output head, changed.
+
+    The index projection stays: of its rows the keys' are read alone.
+    """
+    (layer,) = mtp.layers
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention: Any = layer.self_attn
+    attention = attention.replace(**{name: change(getattr(attention, name)) for name in names})
+    return mtp.replace(
+        fc_embedding=change(mtp.fc_embedding),
+        fc_hidden=change(mtp.fc_hidden),
+        layers=(layer.replace(self_attn=attention),),
+        lm_head=change(mtp.lm_head),
     )
 
 

@@ -26,7 +26,7 @@ from qwen4jax.decode.burst import Burst
 from qwen4jax.decode.sampling import Sampled, sample
 from qwen4jax.decode.stopping import Controls, Cut, accept, count_tokens, cut
 from qwen4jax.layers.attention import FrozenSelection
-from qwen4jax.layers.mtp import DraftRows
+from qwen4jax.layers.mtp import DraftRows, draft_logits
 from qwen4jax.model import commit, draft_step, head, read_out, step
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, put_slots, take_slots
@@ -253,4 +253,6 @@ def _chained(
 
 def _best(params: Params, hidden: Float[Array, "S 1 D"]) -> Any:
     """The likeliest token of each slot, the lowest id among equals."""
-    return jnp.argmax(head(params, hidden)[:, 0], axis=-1).astype(jnp.int32)
+    own = params.mtp is not None and params.mtp.lm_head is not None
+    logits = draft_logits(params.mtp, hidden) if own else head(params, hidden)
+    return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)

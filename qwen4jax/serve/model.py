@@ -89,7 +89,9 @@ def load_served(options: Options, progress: Progress) -> Served:
         OptionsError: an option does not fit the model.
         ValueError: the checkpoint or its tokenizer is damaged; the file is named.
     """
-    params, report = load_and_report(options.model, dtype=options.dtype, progress=progress)
+    params, report = load_and_report(
+        options.model, dtype=options.dtype, draft_weights=options.draft_weights, progress=progress
+    )
     config = params.config
     if options.index_share is not None:
         ablation = dataclasses.replace(config.ablation, index_share=options.index_share)

@@ -123,7 +123,8 @@ def survey(path: str | Path, *, dtype: str | None = None) -> Survey:
     quantization = _find_forms(directory, naming)
     allowed, refused = formats.declared_forms(raw, sidecar, naming)
     problems += refused
-    for group, form in dataclasses.asdict(quantization).items():
+    for group in formats.GROUPS:
+        form = getattr(quantization, group)
         if form not in allowed[group] and not refused:
             problems.append(
                 f"{group}: stored as {form}, the configuration declares "

@@ -14,7 +14,8 @@ from qwen4jax.config import Quantization
 from qwen4jax.quant import FP8_BLOCK, NVFP4_GROUP
 from qwen4jax.weights.names import PREFIXES, Naming
 
-GROUPS = tuple(field.name for field in dataclasses.fields(Quantization))
+# what a checkpoint states; the form of drafts is chosen when it is loaded
+GROUPS = tuple(f.name for f in dataclasses.fields(Quantization) if f.name != "draft")
 _TABLE = "ngram_embedding"
 
 # modelopt's algorithm -> stored form of a matrix

@@ -19,6 +19,7 @@ import numpy as np
 
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.checkpoint import survey
+from qwen4jax.weights.draft import DraftForm, check_form, quantize_draft
 from qwen4jax.weights.names import leaves
 from qwen4jax.weights.placement import Placement, check_pinned, pinned_array
 from qwen4jax.weights.progress import Meter, Progress
@@ -67,6 +68,7 @@ def load(
     dtype: str | None = None,
     host_budget: int | str | None = None,
     table: Placement = "device",
+    draft_weights: DraftForm | None = None,
     progress: Progress | bool | None = None,
 ) -> Params:
     """Loads a Hugging Face checkpoint directory onto the default device.
@@ -79,6 +81,9 @@ def load(
             staged on the way to an accelerator; on the CPU backend the parameters count as well.
         table: where n-gram tables lie: on the `device`, or `pinned` in host memory, where the
             GPU's kernel reads the few rows it needs. Pinned memory is not part of `host_budget`.
+        draft_weights: form that the draft head's experts and projections, and a copy of the output
+            head for drafts, are quantised to: `fp8` or `nvfp4`; None keeps what is stored. Output
+            ids do not depend on it.
         progress: called with (bytes read, bytes in all); True shows a bar, False shows none, None
             shows one if standard error is a terminal.
 
@@ -93,7 +98,12 @@ def load(
         ValueError: an argument is none of those described.
     """
     return load_and_report(
-        path, dtype=dtype, host_budget=host_budget, table=table, progress=progress
+        path,
+        dtype=dtype,
+        host_budget=host_budget,
+        table=table,
+        draft_weights=draft_weights,
+        progress=progress,
     )[0]
 
 
@@ -103,6 +113,7 @@ def load_and_report(
     dtype: str | None = None,
     host_budget: int | str | None = None,
     table: Placement = "device",
+    draft_weights: DraftForm | None = None,
     progress: Progress | bool | None = None,
 ) -> tuple[Params, LoadReport]:
     """As `load`, with an account of what was read."""
@@ -113,6 +124,7 @@ def load_and_report(
             raise ValueError(f"dtype: {dtype!r} is not 'bfloat16' or 'float32'")
     if table not in typing.get_args(Placement):
         raise ValueError(f"table: {table!r} is not 'device' or 'pinned'")
+    check_form(draft_weights)
     budget = host_bytes(host_budget)
     found = survey(path, dtype=dtype)
     found.require()
@@ -138,6 +150,10 @@ def load_and_report(
             for where, leaf in leaves(found.declared)
         ]
     reader.require_nothing_unread()
+    params = jax.tree.structure(found.declared).unflatten(arrays)
+    del arrays
+    if draft_weights is not None:
+        params = quantize_draft(params, draft_weights)
     report = LoadReport(
         path=Path(path),
         tensors_read=len(reader.read),
@@ -145,12 +161,12 @@ def load_and_report(
         vision_tensors_skipped=len(found.skipped),
         vision_bytes_skipped=skipped_bytes,
         converted=dict(reader.converted),
-        parameter_bytes=sum(array.nbytes for array in arrays),
+        parameter_bytes=sum(array.nbytes for array in jax.tree.leaves(params)),
         staging_bytes=stage.peak,
         notes=found.notes,
         seconds=time.monotonic() - began,
     )
-    return jax.tree.structure(found.declared).unflatten(arrays), report
+    return params, report
 
 
 def _is_table(leaf: Tensor) -> bool:

@@ -1,11 +1,15 @@
-"""Rounding matrices to the stored forms of `quant.py`, in NumPy: to the nearest code.
+"""Rounding matrices to the stored forms of `quant.py`: to the nearest code.
 
 Scales follow the exporters of the released checkpoints: the largest magnitude of a group, block or
-table takes the largest code. All arithmetic is float32.
+table takes the largest code. All arithmetic is float32. What a matrix is encoded with takes JAX
+arrays as well, on their device.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -38,24 +42,34 @@ def largest_magnitude(parts: Iterable[np.ndarray]) -> np.float32:
 
 def nvfp4_scale(matrix: np.ndarray) -> np.ndarray:
     """The float32 scale [] of a matrix [O, I] in NVFP4: its largest group scale is the largest."""
-    largest = largest_magnitude([matrix])
-    return np.asarray(largest / np.float32(_E2M1_MAX * _E4M3_MAX) or np.float32(1), np.float32)
+    return np.asarray(matrix_scale(largest_magnitude([matrix])), np.float32)
 
 
-def nvfp4_encode(matrix: np.ndarray, scale_2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def matrix_scale(largest: Any) -> Any:
+    """The same of a matrix with this largest magnitude, float32 []."""
+    xp = _namespace(largest)
+    scale = largest / np.float32(_E2M1_MAX * _E4M3_MAX)
+    return xp.where(scale > 0, scale, np.float32(1))
+
+
+def nvfp4_encode(matrix: Any, scale_2: Any) -> tuple[Any, Any]:
     """(uint8 [O, I/2], e4m3 group scales [O, I/16]) of a matrix [O, I].
 
     Args:
         matrix: the values; I is a multiple of 16.
         scale_2: from `nvfp4_scale`.
     """
+    xp = _namespace(matrix)
     rows, columns = matrix.shape
     groups = matrix.astype(np.float32).reshape(rows, columns // NVFP4_GROUP, NVFP4_GROUP)
-    scale = np.abs(groups).max(-1) / np.float32(_E2M1_MAX) / scale_2
-    scale = np.maximum(scale, np.float32(_E4M3_SMALLEST)).astype(ml_dtypes.float8_e4m3fn)
+    scale = xp.abs(groups).max(-1) / np.float32(_E2M1_MAX) / scale_2
+    scale = xp.maximum(scale, np.float32(_E4M3_SMALLEST)).astype(ml_dtypes.float8_e4m3fn)
     values = groups / (scale.astype(np.float32) * scale_2)[..., None]
-    codes = np.searchsorted(_E2M1_MIDPOINTS, np.abs(values)).astype(np.uint8)
-    codes = (codes | (np.uint8(8) * (values < 0))).reshape(rows, columns)
+    magnitude = xp.abs(values)
+    codes = np.uint8(8) * (values < 0)
+    for midpoint in _E2M1_MIDPOINTS:
+        codes = codes + (magnitude > midpoint)
+    codes = codes.astype(np.uint8).reshape(rows, columns)
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scale
 
 
@@ -66,15 +80,21 @@ def fp8_scale(matrix: np.ndarray) -> np.ndarray:
         ValueError: there is a value that is not finite.
     """
     largest_magnitude([matrix])
+    return block_scale(matrix)
+
+
+def block_scale(matrix: Any) -> Any:
+    """The same of a matrix whose values are not looked at."""
+    xp = _namespace(matrix)
     rows, columns = matrix.shape
-    padded = np.zeros((-(-rows // FP8_BLOCK) * FP8_BLOCK, -(-columns // FP8_BLOCK) * FP8_BLOCK))
-    padded[:rows, :columns] = np.abs(matrix.astype(np.float32))
-    blocks = padded.astype(np.float32).reshape(-(-rows // FP8_BLOCK), FP8_BLOCK, -1, FP8_BLOCK)
+    missing = ((0, -rows % FP8_BLOCK), (0, -columns % FP8_BLOCK))
+    padded = xp.pad(xp.abs(matrix.astype(np.float32)), missing)
+    blocks = padded.reshape(-(-rows // FP8_BLOCK), FP8_BLOCK, -1, FP8_BLOCK)
     scale = blocks.max((1, 3)) / np.float32(_E4M3_MAX)
-    return np.maximum(scale, _SMALLEST_BLOCK_SCALE).astype(ml_dtypes.bfloat16)
+    return xp.maximum(scale, _SMALLEST_BLOCK_SCALE).astype(ml_dtypes.bfloat16)
 
 
-def fp8_encode(matrix: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def fp8_encode(matrix: Any, scale: Any) -> Any:
     """The e4m3 codes [O, I] of a matrix under its block scales from `fp8_scale`."""
     rows, columns = matrix.shape
     full = scale.astype(np.float32).repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
@@ -96,6 +116,10 @@ def table_encode(rows: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return _e4m3(rows.astype(np.float32) / scale.astype(np.float32))
 
 
-def _e4m3(values: np.ndarray) -> np.ndarray:
+def _namespace(array: Any) -> Any:
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def _e4m3(values: Any) -> Any:
     # the format has no infinity: what exceeds its range by rounding would become NaN
-    return np.clip(values, -_E4M3_MAX, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    return _namespace(values).clip(values, -_E4M3_MAX, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)

@@ -48,8 +48,11 @@ def save(
 
     Raises:
         FileExistsError: the directory is there and not empty.
-        ValueError: a leaf is not what the configuration declares.
+        ValueError: a leaf is not what the configuration declares, or the draft head was quantised
+            by `draft_weights`.
     """
+    if params.config.quantization.draft != "bf16":
+        raise ValueError("draft_weights: a draft head that was quantised on request is not saved")
     naming = Naming(params.config)
     if stacked_experts:
         naming = dataclasses.replace(naming, stacked=frozenset(naming.expert_blocks()))

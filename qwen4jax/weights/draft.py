@@ -1,0 +1,84 @@
+"""The draft head in a stored form, on request: its tokens are proposals, which the model checks.
+
+Output ids do not depend on it; how many drafts are accepted does.
+"""
+
+import dataclasses
+import functools
+import typing
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from qwen4jax import quant
+from qwen4jax.params import Params, draft_projections
+from qwen4jax.weights import quantize
+
+DraftForm = Literal["fp8", "nvfp4"]
+
+
+def check_form(form: str | None) -> None:
+    """Checks an argument `draft_weights`.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    if form is not None and form not in typing.get_args(DraftForm):
+        raise ValueError(f"draft_weights: {form!r} is not 'fp8' or 'nvfp4'")
+
+
+def quantize_draft(params: Params, form: DraftForm) -> Params:
+    """The parameters with a draft head in a stored form, made on the device.
+
+    Its routed experts, its long projections, and a copy of the output head that only drafts read.
+    Router, shared expert, gated residuals and norms stay, and so do experts that are in a stored
+    form already. Without a draft head nothing changes.
+
+    Args:
+        params: of the model; what stays is shared with the result.
+        form: block-scaled FP8, or NVFP4.
+
+    Raises:
+        ValueError: there is no such form, or it does not fit the shapes.
+    """
+    check_form(form)
+    config = params.config
+    if params.mtp is None or config.quantization.draft != "bf16":
+        return params
+    head = params.embed_tokens if params.lm_head is None else params.lm_head
+    stored = lambda w: _stored(w, form)  # noqa: E731
+    mtp = draft_projections(params.mtp.replace(lm_head=head), stored)
+    experts = config.quantization.mtp_experts
+    if experts == "bf16":
+        layer = mtp.layers[0]
+        routed = layer.mlp.experts
+        routed = routed.replace(
+            gate_up_proj=stored(routed.gate_up_proj), down_proj=stored(routed.down_proj)
+        )
+        mtp = mtp.replace(layers=(layer.replace(mlp=layer.mlp.replace(experts=routed)),))
+        experts = form
+    stated = dataclasses.replace(config.quantization, draft=form, mtp_experts=experts)
+    return params.replace(mtp=mtp, config=config.replace(quantization=stated))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stored(matrices: jax.Array, form: str) -> Any:
+    """Matrices [..., O, I] in a form, one after the other: the float32 values of one at a time."""
+    lead = matrices.shape[:-2]
+    # what does not fit the form is refused with its reason
+    quant.stored_form(form, matrices.shape, "bfloat16")
+    flat = matrices.reshape(-1, *matrices.shape[-2:])
+    encoded = jax.lax.map(_fp8 if form == "fp8" else _nvfp4, flat)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), encoded)
+
+
+def _fp8(matrix: jax.Array) -> quant.BlockFp8:
+    scale = quantize.block_scale(matrix)
+    return quant.BlockFp8(quantize.fp8_encode(matrix, scale), scale)
+
+
+def _nvfp4(matrix: jax.Array) -> quant.Nvfp4:
+    scale_2 = quantize.matrix_scale(jnp.abs(matrix.astype(jnp.float32)).max())
+    codes, scale = quantize.nvfp4_encode(matrix, scale_2)
+    return quant.Nvfp4(codes, scale, scale_2, jnp.ones((), jnp.float32))

@@ -1,0 +1,42 @@
+"""The draft head quantised on request."""
+
+import jax
+import numpy as np
+import pytest
+
+from qwen4jax.params import declare
+from qwen4jax.weights import quantize
+from qwen4jax.weights.draft import quantize_draft
+from qwen4jax.weights.embedded import embedded_checkpoint
+from qwen4jax.weights.load import load
+from qwen4jax.weights.save import save
+
+
+@pytest.mark.parametrize(("form", "error"), [("fp8", 0.04), ("nvfp4", 0.2)])
+def test_it_is_what_its_configuration_declares(form, error, tmp_path):
+    stored = load(embedded_checkpoint(), dtype="float32", progress=False)
+    made = quantize_draft(stored, form)
+    declared = declare(made.config)
+    assert jax.tree.structure(declared) == jax.tree.structure(made)
+    for leaf, array in zip(jax.tree.leaves(declared), jax.tree.leaves(made), strict=True):
+        assert (leaf.shape, leaf.dtype) == (array.shape, array.dtype.name)
+    wanted, got = np.asarray(stored.lm_head), np.asarray(made.mtp.lm_head.dequantize())
+    assert np.abs(got - wanted).max() <= error * np.abs(wanted).max()
+    assert made.lm_head is stored.lm_head
+    with pytest.raises(ValueError, match="draft_weights"):
+        save(made, tmp_path / "x")
+
+
+def test_fp8_is_as_the_numpy_quantiser_makes_it():
+    stored = load(embedded_checkpoint(), dtype="float32", progress=False)
+    made = quantize_draft(stored, "fp8").mtp.fc_hidden
+    matrix = np.asarray(stored.mtp.fc_hidden)
+    scale = quantize.fp8_scale(matrix)
+    np.testing.assert_array_equal(np.asarray(made.weight_scale_inv), scale)
+    codes = quantize.fp8_encode(matrix, scale)
+    np.testing.assert_array_equal(np.asarray(made.weight).view("u1"), codes.view("u1"))
+
+
+def test_another_form_is_refused():
+    with pytest.raises(ValueError, match="draft_weights: 'int4'"):
+        load(embedded_checkpoint(), draft_weights="int4", progress=False)
