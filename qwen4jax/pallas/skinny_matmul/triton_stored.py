@@ -1,3 +1,4 @@
+# pyright: reportAssignmentType=false
 """Dense projections of few rows over weights in a stored form, decoded exactly in registers.
 
 An e4m3 code is a bfloat16 value, and so is an E2M1 code times its e4m3 group scale (6 significant
