@@ -38,7 +38,6 @@ from bench.released import (
     build,
     device_bytes,
     filled_state,
-    plan_memory,
     released_config,
     require_memory,
     state_shapes,
@@ -46,6 +45,7 @@ from bench.released import (
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode.burst import empty, send
+from qwen4jax.decode.capacity import plan_memory
 from qwen4jax.decode.round import speculative_round
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls, synthetic_accept
@@ -59,7 +59,7 @@ RESULTS = Path(__file__).parent / "results"
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.config == "flash_next":
-        config = released_config(layers=args.layers, experts=args.experts)
+        config = released_config(layers=args.layers, experts=args.experts, draft=args.draft_weights)
     else:
         config = Config.tiny(quantization=Quantization(experts=args.experts))
     runs = [Run(one, config) for one in scenarios(args)]
@@ -90,7 +90,7 @@ class Run:
             kv_dtype=None if args.kv == "bf16" else "float8_e4m3fn",
             room=min(args.rounds + 64, 1024) * (args.draft + 1),
         )
-        self.plan = plan_memory(self.config, abstract(self.config, self.shapes))
+        self.plan = plan_memory(self.config, **self.shapes)
 
     def controls(self) -> Controls:
         """Greedy rows that never end."""
@@ -180,7 +180,8 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "config": f"{args.config} layers={config.num_hidden_layers} experts={args.experts}"
-        f" index_share={args.index_share} kv={args.kv}",
+        f" index_share={args.index_share} kv={args.kv}"
+        + (f" draft_weights={args.draft_weights}" if args.draft_weights != "bf16" else ""),
         "devices": 1,
         "batch": batch,
         "context": args.context,
@@ -288,6 +289,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", choices=("flash_next", "tiny"), default="flash_next")
     parser.add_argument("--layers", type=int, default=48, help="of flash_next; a multiple of 4")
     parser.add_argument("--experts", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
+    parser.add_argument(
+        "--draft-weights", choices=("nvfp4", "fp8", "bf16"), default="bf16", help="of flash_next"
+    )
     parser.add_argument("--kv", choices=("bf16", "e4m3"), default="bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=65536)

@@ -1,68 +1,34 @@
 """The released model without a checkpoint: random weights in the stored forms, a filled state."""
 
-import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 
 from qwen4jax.config import LINEAR, SPARSE, Config, ExpertFormat, Quantization
-from qwen4jax.params import Params, declare, init_params, tensors
+from qwen4jax.decode.capacity import GB, MemoryPlan
+from qwen4jax.params import Params, init_params
 from qwen4jax.state import DecodeState, abstract_state, init_state
 
 # 16 heads of about 1.25 million rows stand in for the 51 GB table until it can stay on the host
 STAND_IN_ROWS = 1_250_000
-GB = 1e9
 
 
-def released_config(*, layers: int = 48, experts: ExpertFormat = "nvfp4") -> Config:
-    """Qwen3.8-Flash-Next as an NVFP4 checkpoint stores it, with fewer layers and n-gram rows."""
+def released_config(
+    *, layers: int = 48, experts: ExpertFormat = "nvfp4", draft: ExpertFormat = "bf16"
+) -> Config:
+    """Qwen3.8-Flash-Next as an NVFP4 checkpoint stores it, with fewer layers and n-gram rows.
+
+    `draft` is the form that the draft head was quantised to when it was loaded.
+    """
     return Config.flash_next(
         num_hidden_layers=layers,
         layer_types=tuple(SPARSE if i % 4 == 3 else LINEAR for i in range(layers)),
         ngram_vocab_size_base=STAND_IN_ROWS,
-        quantization=Quantization(experts=experts, ngram_embedding="fp8"),
+        quantization=Quantization(
+            experts=experts, mtp_experts=draft, ngram_embedding="fp8", draft=draft
+        ),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a run holds on the device, before anything is allocated.
-
-    Attributes:
-        weights: parameters without the n-gram tables.
-        table: n-gram tables.
-        state: decode state.
-        work: estimate of what the compiled round needs besides.
-    """
-
-    weights: int
-    table: int
-    state: int
-    work: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.table + self.state + self.work
-
-    def describe(self) -> str:
-        """The arithmetic, in GB."""
-        parts = dataclasses.asdict(self)
-        terms = " + ".join(f"{name} {value / GB:.1f}" for name, value in parts.items())
-        return f"{terms} = {self.total / GB:.1f} GB"
-
-
-def plan_memory(config: Config, state: DecodeState) -> MemoryPlan:
-    """The plan for `config`'s parameters and a state (abstract or not)."""
-    declared = declare(config)
-    everything = sum(t.nbytes for t in tensors(declared))
-    tables = [layer.ple.ngram_embedding for layer in declared.layers if layer.ple is not None]
-    table = sum(t.nbytes for t in tensors(tables))
-    held = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(state))
-    logits = state.slots * (state.drafts.shape[1] + 1) * config.vocab_size * 4
-    return MemoryPlan(everything - table, table, held, 2 * logits + int(2 * GB))
 
 
 def require_memory(plan: MemoryPlan, available: int) -> None:

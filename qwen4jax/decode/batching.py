@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from qwen4jax.decode.burst import Burst, Sent, empty, send
+from qwen4jax.decode.capacity import require_room
 from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.portable import graft
 from qwen4jax.decode.prefill import feed
@@ -184,13 +185,14 @@ class Engine:
         self._fed: collections.deque[Array] = collections.deque(maxlen=2)
         self._source = source
         self._history = 0 if source is None else int(source.length[0])
-        self.state = init_state(
-            params.config,
+        shapes: dict[str, Any] = dict(
             slots=sizes.slots,
             max_length=sizes.max_length,
             drafts=sizes.drafts,
             kv_dtype=sizes.kv_dtype,
         )
+        require_room(params.config, **shapes)
+        self.state = init_state(params.config, **shapes)
         vocab = params.config.vocab_size
         self._controls = make_controls([], sizes.slots, vocab, like=mode)
         self._active = jnp.zeros(sizes.slots, bool)

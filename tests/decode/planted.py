@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from qwen4jax.ablation import Ablation, IndexShare
-from qwen4jax.decode.prefill import decode_token, logits_of, prefill, prefill_chunk
 from qwen4jax.decode.burst import Burst
+from qwen4jax.decode.prefill import decode_token, logits_of, prefill, prefill_chunk
 from qwen4jax.decode.round import begin_slots, run_round
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls, FinishReason

@@ -1,0 +1,89 @@
+"""What fits is known by arithmetic, and refused before anything is allocated."""
+
+import re
+from typing import Any
+
+import pytest
+
+from qwen4jax import generate
+from qwen4jax.config import Config, Quantization
+from qwen4jax.decode import batching, capacity
+from qwen4jax.decode.sampling import Sampling
+from qwen4jax.params import init_params
+from qwen4jax.state import init_state
+from qwen4jax.weights.embedded import embedded_checkpoint
+from tests.decode.small import params
+
+RELEASED = Config.flash_next(quantization=Quantization(experts="nvfp4", ngram_embedding="fp8"))
+SIZES: dict[str, Any] = dict(slots=3, max_length=300, drafts=2)
+
+
+def test_the_plan_is_what_parameters_and_state_take():
+    config = Config.tiny()
+    plan = capacity.plan_memory(config, **SIZES)
+    assert plan.weights + plan.table == capacity.nbytes(init_params(config))
+    assert plan.state == capacity.nbytes(init_state(config, **SIZES))
+    assert capacity.plan_memory(config, table="pinned", **SIZES).table == 0
+    assert plan.total == plan.weights + plan.table + plan.state + plan.work
+    assert f"{plan.total / 1e9:.1f} GB" in plan.describe()
+
+
+def test_a_quantised_draft_head_is_counted_with_its_copies():
+    stored = Quantization(experts="nvfp4", mtp_experts="fp8", ngram_embedding="fp8", draft="fp8")
+    config = RELEASED.replace(quantization=stored)
+    plain, copied = (capacity.plan_memory(c, slots=1, max_length=64) for c in (RELEASED, config))
+    # 512 experts at half the bytes, and one byte for each entry of the copied output head
+    experts = 3 * 512 * RELEASED.moe_intermediate_size * RELEASED.hidden_size
+    head = RELEASED.vocab_size * RELEASED.hidden_size
+    assert copied.weights - plain.weights == pytest.approx(head - experts, rel=0.05)
+
+
+@pytest.mark.parametrize("slots", [1, 32])
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_the_longest_context_fits_and_a_page_more_does_not(slots: int, kv_dtype: str | None):
+    available = 20_000_000_000 * slots // 16
+    sizes: dict[str, Any] = dict(slots=slots, kv_dtype=kv_dtype)
+    length = capacity.longest_context(RELEASED, available, **sizes)
+    held = lambda n: capacity.plan_memory(RELEASED, max_length=n, **sizes).state  # noqa: E731
+    assert 0 < length < RELEASED.max_position_embeddings
+    assert held(length) <= available < held(length + capacity.DEFAULT_PAGE_SIZE)
+
+
+def test_the_report_has_a_row_for_each_place_and_dtype(capsys: pytest.CaptureFixture[str]):
+    assert capacity.main(["--memory", "138", "--slots", "1", "32"]) == 0
+    rows = re.findall(r"\| (pinned|device) \| (\w+) \| (\d+) \| (\d+) \|", capsys.readouterr().out)
+    found = {(place, dtype): (int(one), int(many)) for place, dtype, one, many in rows}
+    assert list(found) == [
+        (place, dtype) for place in ("pinned", "device") for dtype in ("bfloat16", "float8_e4m3fn")
+    ]
+    assert found["pinned", "bfloat16"][0] == RELEASED.max_position_embeddings
+    assert found["pinned", "float8_e4m3fn"][1] > found["pinned", "bfloat16"][1] > 32768
+    # 102 GB of bfloat16 table beside 83 GB of weights
+    assert found["device", "bfloat16"] == (0, 0)
+
+
+def test_the_report_of_a_checkpoint(capsys: pytest.CaptureFixture[str]):
+    assert capacity.main([str(embedded_checkpoint()), "--slots", "1"]) == 0
+    assert "n-gram tables 0.0 GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--memory", "0"], ["--slots", "0"], ["--draft", "8"]])
+def test_wrong_options_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        capacity.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_directory_without_a_model(tmp_path, capsys: pytest.CaptureFixture[str]):
+    assert capacity.main([str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(capacity, "free_bytes", lambda: 10_000)
+    monkeypatch.setattr(batching, "init_state", lambda *_, **__: pytest.fail("allocated"))
+    sampling = Sampling(temperature=0, max_new_tokens=500)
+    with pytest.raises(ValueError, match=r"slots, max_length: 1 x \d+ tokens need .* would fit"):
+        generate(params(), [1, 2, 3], sampling=sampling)
