@@ -3,13 +3,15 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from qwen4jax.pallas.gated_residual import reference
 from qwen4jax.pallas.registry import Kernel, Operation
 
 # above these the products are large enough for cuBLAS
 MOST_ROWS = 128
+# above these each program would read more activations than weights
+MOST_FUSED_ROWS = 32
 
 
 def _refuses(streams: Any, pending: Any, norm: Any, down: Any, *_: Any, **__: Any) -> str | None:
@@ -37,6 +39,18 @@ def _refuses_mosaic(
     return None
 
 
+def _refuses_fused(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
+) -> str | None:
+    if reason := _refuses(streams, pending, norm, down):
+        return reason
+    if streams.shape[0] * streams.shape[1] > MOST_FUSED_ROWS:
+        return f"takes up to {MOST_FUSED_ROWS} rows"
+    if streams.shape[2] > 8:
+        return "takes up to 8 streams"
+    return None
+
+
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
 _HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
 
@@ -48,6 +62,11 @@ BOUNDARY = Operation(
             "qwen4jax.pallas.gated_residual.triton_kernels.boundary",
             needs=("triton",),
             refuses=_refuses,
+        ),
+        "triton_fused": Kernel(
+            "qwen4jax.pallas.gated_residual.triton_fused.boundary",
+            needs=("triton",),
+            refuses=_refuses_fused,
         ),
         "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
     },
@@ -65,8 +84,14 @@ def boundary(
     inject: Float[Array, "R RD"] | None,
     *,
     eps: float,
+    barrier: Int32[Array, " 4"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T R D"], Float[Array, "B T D"], Float[Array, "B T R"] | None]:
+) -> tuple[
+    Float[Array, "B T R D"],
+    Float[Array, "B T D"],
+    Float[Array, "B T R"] | None,
+    Int32[Array, " 4"] | None,
+]:
     """From one sublayer to the next: `update` with the last output, then `mix`.
 
     Args:
@@ -78,14 +103,18 @@ def boundary(
         up: back from it.
         inject: projection to the injection weights; None for the final mixer.
         eps: of the norm.
+        barrier: counters that programs of one launch wait at, zero before and after. They are
+            given up: hand those that are returned to the next call. With None a kernel that needs
+            them makes its own, which costs a launch.
         implementation: see `BOUNDARY`; by default the fastest.
 
     Returns:
-        The streams with the update in them, rounded to their dtype before the norm reads them, and
-        `mix`'s input and injection weights of them.
+        The streams with the update in them, rounded to their dtype before the norm reads them;
+        `mix`'s input and injection weights of them; the counters, None if none were given.
     """
     rows = streams.shape[0] * streams.shape[1]
-    return BOUNDARY.run(implementation, rows, streams, pending, norm, down, up, inject, eps=eps)
+    arrays = streams, pending, norm, down, up, inject
+    return BOUNDARY.run(implementation, rows, *arrays, eps=eps, barrier=barrier)
 
 
 def mix(

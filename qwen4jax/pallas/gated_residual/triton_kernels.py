@@ -27,7 +27,7 @@ _EXTRA = 16
 _CHANNELS = 16
 
 
-def boundary(streams, pending, norm, down, up, inject, *, eps):
+def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
@@ -67,6 +67,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
         None if inject is None else weights.reshape(batch, time, count),
+        barrier,
     )
 
 
