@@ -70,6 +70,20 @@ def test_boundary_matches_float64(case, implementation):
         assert_matches(inject, mixed[1].reshape(inject.shape), share=inner)
 
 
+@pytest.mark.parametrize("name", ["bfloat16_wide", "bfloat16_sixteen"])
+def test_counters_serve_call_after_call(name):
+    """One launch leaves them as the next one needs them; the reference hands them through."""
+    inputs = next(c for c in CASES if c.name == name and c.function == "boundary").inputs()
+    counters = jnp.zeros((4,), jnp.int32)
+    first = call(boundary, inputs | dict(barrier=counters), "triton_fused")
+    again = call(boundary, inputs | dict(barrier=first[3]), "triton_fused")
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(f64(one), f64(other))
+    np.testing.assert_array_equal(np.asarray(again[3])[:3], 0)
+    assert call(boundary, inputs, "triton_fused")[3] is None
+    np.testing.assert_array_equal(call(boundary, inputs | dict(barrier=counters))[3], counters)
+
+
 @pytest.mark.parametrize("implementation", MIX)
 def test_each_stream_is_normed_alone(implementation):
     """NUM-17: the backbone's norm takes each stream for itself, whatever the others' size."""

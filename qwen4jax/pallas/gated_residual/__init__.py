@@ -46,8 +46,8 @@ def _refuses_fused(
         return reason
     if streams.shape[0] * streams.shape[1] > MOST_FUSED_ROWS:
         return f"takes up to {MOST_FUSED_ROWS} rows"
-    if streams.shape[2] > 8:
-        return "takes up to 8 streams"
+    if streams.shape[2] > 4 or down.shape[0] > 384:
+        return "takes up to 4 streams and ranks of up to 384: gates' weights lie in shared memory"
     return None
 
 

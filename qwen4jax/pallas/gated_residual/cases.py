@@ -89,6 +89,7 @@ CASES = (
     _boundary("bfloat16_wide_first", (1, 3), BF16, hidden=64, rank=16, pending=False),
     _boundary("bfloat16_wide_final_mixer", (1, 7), BF16, hidden=128, rank=48, inject=False),
     _boundary("bfloat16_two_streams", (2, 9), BF16, streams=2, hidden=512, rank=32),
+    _boundary("bfloat16_odd_widths", (12, 1), BF16, hidden=320, rank=80),
     _boundary("bfloat16_ragged", (1, 37), BF16, hidden=128, rank=32),
     *(
         _boundary(f"released_{n}", (n, 1), BF16, hidden=2560, rank=320, device_only=True)

@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false
 """The boundary of two sublayers in one Triton launch: every weight is asked for at the start.
 
 Floor at the released size and few rows: 13.2 MB of weights, 3.1 us at 4.3 TB/s. What costs more is
@@ -27,9 +28,6 @@ import triton.language as tl
 
 from qwen4jax.pallas.triton_call import triton_call
 
-# columns of the sums beside the low-rank ones: logits of the injection weights, then squares
-_EXTRA = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -42,6 +40,7 @@ class Cut:
         channels: of an `up` program, of every stream.
         add: columns of an `add` program, 0 for none: then each `up` adds up for itself.
         warps: of every program.
+        stages: of the pipeline over a slice's chunks.
     """
 
     outputs: int
@@ -50,6 +49,7 @@ class Cut:
     channels: int
     add: int
     warps: int
+    stages: int = 5
 
 
 def cut(rows: int, hidden: int, rank: int) -> Cut:
@@ -60,7 +60,8 @@ def cut(rows: int, hidden: int, rank: int) -> Cut:
         batch //= 2
     slices = 1 if few or hidden % (128 * batch) else 2
     outputs = 16 if few or rank % 32 else 32
-    return Cut(outputs, slices, batch, 32 if hidden % 32 == 0 else 16, 0 if few else 16, 8)
+    # one program a multiprocessor: 84 + 40 at the released size and few rows
+    return Cut(outputs, slices, batch, 64, 0 if few else 128, 8)
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None, how: Any = None):
@@ -89,8 +90,9 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None, how
         name=f"gated_residual_boundary_{rows}x{count}x{hidden}",
         out=(
             shape(flat.shape if pending is not None else (1, 1), flat.dtype),
-            shape((parts, rows, rank + _EXTRA), jnp.float32),
-            shape((rows, rank + _EXTRA), jnp.float32),
+            # beside the low-rank columns 16: logits of the injection weights, then squares
+            shape((parts, rows, rank + 16), jnp.float32),
+            shape((rows, rank + 16), jnp.float32),
             shape((rows, hidden), flat.dtype),
             shape((rows, count), jnp.float32),
             shape(counters.shape, counters.dtype),
@@ -118,7 +120,8 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None, how
         BLOCK_ROWS=max(8, triton.next_power_of_2(rows)),
         BLOCK_UP=max(16, triton.next_power_of_2(rows)),
         BLOCK_L=rank & -rank,
-        BLOCK_WIDE=triton.next_power_of_2(rank),
+        CHUNKS=rank // (rank & -rank),
+        STAGES=how.stages,
     )
     return (
         streams if pending is None else new.reshape(streams.shape),
@@ -152,13 +155,13 @@ def _fused(
     GROUPS: tl.constexpr, ADDS: tl.constexpr, UPS: tl.constexpr, OUTPUTS: tl.constexpr,
     SLICES: tl.constexpr, BATCH: tl.constexpr, CHANNELS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_UP: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_WIDE: tl.constexpr,
+    CHUNKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     if number < PARTS * GROUPS:
         _down(
             number % PARTS, number // PARTS, streams, weights, y, norm, down, inject, sums,
-            PENDING, ROWS, STREAMS, HIDDEN, RANK, OUTPUTS, SLICES, BATCH, BLOCK_ROWS,
+            PENDING, ROWS, STREAMS, HIDDEN, RANK, OUTPUTS, SLICES, BATCH, BLOCK_ROWS, STAGES,
         )  # fmt: skip
         _signal(counters)
     elif number < PARTS * GROUPS + ADDS:
@@ -172,7 +175,7 @@ def _fused(
         _up(
             number - PARTS * GROUPS - ADDS, streams, weights, y, norm, up, counters, new, sums,
             low, x, wanted, PENDING, INJECT, ROWS, STREAMS, HIDDEN, RANK, EPS, PARTS * GROUPS,
-            ADDS, UPS, SLICES, CHANNELS, BLOCK_UP, BLOCK_L, BLOCK_WIDE,
+            ADDS, UPS, SLICES, CHANNELS, BLOCK_UP, BLOCK_L, CHUNKS,
         )  # fmt: skip
 
 
@@ -181,6 +184,7 @@ def _down(
     part, group, streams, weights, y, norm, down, inject, sums, PENDING: tl.constexpr,
     ROWS: tl.constexpr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr,
     OUTPUTS: tl.constexpr, SLICES: tl.constexpr, BATCH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums over one slice of a stream, and its squares."""
     stream = part // SLICES
@@ -199,24 +203,21 @@ def _down(
     live = (rows < ROWS)[None, :, None]
     channels = start + tl.arange(0, BATCH)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
     columns = stream * HIDDEN + channels
-    # [batch, outputs, 64] of each chunk: all under way before the first is needed
+    place = streams + rows[None, :, None] * (STREAMS * HIDDEN) + columns
+    beside = y + rows[None, :, None] * HIDDEN + channels
     left = matrix + outputs[None, :, None] * (STREAMS * HIDDEN) + columns
-    tiles = ()
-    for i in tl.static_range(chunks):
-        tiles = tiles + (  # noqa: RUF005
-            tl.load(
-                left + i * width, mask=there[None, :, None], other=0.0,
-                eviction_policy="evict_first",
-            ),
-        )  # fmt: skip
     scale = tl.zeros((BLOCK_ROWS,), tl.float32)
     if PENDING:
         scale = tl.load(weights + rows * STREAMS + stream, mask=rows < ROWS, other=0.0)
     square = tl.zeros((BATCH, BLOCK_ROWS, 64), tl.float32)
     acc = tl.zeros((BATCH, OUTPUTS, BLOCK_ROWS), tl.float32)
-    place = streams + rows[None, :, None] * (STREAMS * HIDDEN) + columns
-    beside = y + rows[None, :, None] * HIDDEN + channels
-    for i in tl.static_range(chunks):
+    # a pipeline as deep as the loop is long: all chunks are under way before the first is needed.
+    # Unrolled, the compiler changes the layout of each load before it issues the next
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        tile = tl.load(
+            left + i * width, mask=there[None, :, None], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
         value = tl.load(place + i * width, mask=live, other=0.0).to(tl.float32)
         if PENDING:
             added = tl.load(beside + i * width, mask=live, other=0.0).to(tl.float32)
@@ -224,7 +225,7 @@ def _down(
         square += value * value
         gain = 1.0 + tl.load(norm + columns + i * width).to(tl.float32)
         right = (value * gain).to(tl.bfloat16)
-        acc = tl.dot(tiles[i], tl.permute(right, (0, 2, 1)), acc)
+        acc = tl.dot(tile, tl.permute(right, (0, 2, 1)), acc)
     total = tl.sum(acc, axis=0)
     base = (part * ROWS + rows) * (RANK + 16)
     tl.store(
@@ -321,7 +322,7 @@ def _up(
     PENDING: tl.constexpr, INJECT: tl.constexpr, ROWS: tl.constexpr, STREAMS: tl.constexpr,
     HIDDEN: tl.constexpr, RANK: tl.constexpr, EPS: tl.constexpr, DOWNS: tl.constexpr,
     ADDS: tl.constexpr, UPS: tl.constexpr, SLICES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_WIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Gates of some channels of all streams, the mean over the streams, and their update."""
     rows = tl.arange(0, BLOCK_ROWS)
@@ -331,14 +332,12 @@ def _up(
     stream = index // CHANNELS
     channel = unit * CHANNELS + index % CHANNELS
     columns = stream * HIDDEN + channel
-    ranks = tl.arange(0, BLOCK_WIDE)
-    matrix = tl.load(
-        up + columns[:, None] * RANK + ranks[None, :], mask=(ranks < RANK)[None, :], other=0.0,
-        eviction_policy="evict_first",
-    )  # fmt: skip
+    ranks = tl.arange(0, BLOCK_L)
+    # the streams' channels first, for the weights would hold them up
     place = rows[:, None].to(tl.int64) * (STREAMS * HIDDEN) + columns[None, :]
     value = tl.load(streams + place, mask=live[:, None], other=0.0)
     gain = 1.0 + tl.load(norm + columns).to(tl.float32)
+    scale, added = value, value
     if PENDING:
         scale = tl.load(
             weights + rows[:, None] * STREAMS + stream[None, :], mask=live[:, None], other=0.0
@@ -346,6 +345,15 @@ def _up(
         added = tl.load(
             y + rows[:, None] * HIDDEN + channel[None, :], mask=live[:, None], other=0.0
         )
+    tiles = ()
+    for i in tl.static_range(CHUNKS):
+        tiles = tiles + (  # noqa: RUF005
+            tl.load(
+                up + columns[:, None] * RANK + i * BLOCK_L + ranks[None, :],
+                eviction_policy="evict_first",
+            ),
+        )  # fmt: skip
+    if PENDING:
         value = (value.to(tl.float32) + scale * added.to(tl.float32)).to(tl.bfloat16)
         tl.store(new + place, value, mask=live[:, None])
     if ADDS:
@@ -354,12 +362,21 @@ def _up(
         _wait(counters, DOWNS)
     # the last to have waited puts the counters back
     waited = tl.atomic_add(counters + 2, 1, sem="relaxed")
-    gated = _low(sums, low, rows, ranks, ROWS, STREAMS, HIDDEN, RANK, EPS, SLICES, ADDS)
+    gated = ()
+    for i in tl.static_range(CHUNKS):
+        gated = gated + (  # noqa: RUF005
+            _low(
+                sums, low, rows, i * BLOCK_L + ranks, ROWS, STREAMS, HIDDEN, RANK, EPS, SLICES, ADDS
+            ),
+        )  # fmt: skip
     factor = _factor(
         sums, stream[None, :], rows[:, None], live[:, None], ROWS, STREAMS, HIDDEN, RANK, EPS,
         SLICES,
     )  # fmt: skip
-    gates = tl.sigmoid(tl.dot(matrix, gated.T))
+    gates = tl.zeros((STREAMS * CHANNELS, BLOCK_ROWS), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        gates = tl.dot(tiles[i], gated[i].T, gates)
+    gates = tl.sigmoid(gates)
     normed = (value.to(tl.float32) * factor * gain[None, :]).to(tl.bfloat16).to(tl.float32)
     product = tl.reshape(gates * normed.T, (STREAMS, CHANNELS, BLOCK_ROWS))
     mean = tl.sum(product, axis=0) / STREAMS
