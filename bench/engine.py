@@ -66,7 +66,8 @@ def rate(params: Params, context: int, groups: int) -> dict:
         carry = (engine.state, engine._controls, engine._active, empty(1, DRAFTS))
         sent = []
         for _ in range(GROUP):
-            carry = run_round(params, *carry, **engine._wanted)
+            *given, room = carry
+            carry = run_round(params, *given, room=room, **engine._wanted)
             sent.append(send(carry[-1]))
         for burst in sent:
             burst.read()

@@ -259,7 +259,12 @@ class Engine:
         decoding = [r for r in self.running.values() if "begun" in r.times and not r.done]
         if decoding:
             self.state, self._controls, self._active, self._room = run_round(
-                self.params, self.state, self._controls, self._active, self._room, **self._wanted
+                self.params,
+                self.state,
+                self._controls,
+                self._active,
+                room=self._room,
+                **self._wanted,
             )
             self.rounds += 1
             self._unread.append((decoding, send(self._room)))

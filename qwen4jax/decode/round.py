@@ -96,8 +96,9 @@ def run_round(
     state: DecodeState,
     controls: Controls,
     active: Bool[Array, " S"],
-    room: Burst | None = None,
+    accepted: Int[Array, " S"] | None = None,
     *,
+    room: Burst | None = None,
     logprobs: bool = False,
     top: int = 0,
 ) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
@@ -108,12 +109,13 @@ def run_round(
         state: given up.
         controls: given up.
         active: given up.
+        accepted: as it is there.
         room: the burst before, whose memory the new one takes; `decode.burst` says why.
         logprobs: static.
         top: static.
     """
     del room
-    return speculative_round(params, state, controls, active, logprobs=logprobs, top=top)
+    return speculative_round(params, state, controls, active, accepted, logprobs=logprobs, top=top)
 
 
 def begin(

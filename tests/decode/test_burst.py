@@ -41,7 +41,7 @@ def test_no_result_of_a_round_needs_new_memory():
     room = empty(SLOTS, drafts)
     given = (play.state, play.controls, play.active, room)
     before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(given)]
-    after = run_round(play.params, *given)
+    after = run_round(play.params, *given[:3], room=room)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after)] == before
     assert all(x.is_deleted() for x in jax.tree.leaves(given))
     assert send(after[-1]).read()["count"][0] > 0

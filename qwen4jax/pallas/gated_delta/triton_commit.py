@@ -105,7 +105,7 @@ def commit_layers_kernel(
 
 # key channels of a commit's program: of one row 192 programs, which fill the chip once
 _COMMIT_ROWS = 32
-_COMMIT_WARPS = 4
+_COMMIT_WARPS = 8
 
 
 def commit(states, factors, count):
