@@ -28,13 +28,13 @@ COLUMNS = (
 
 
 TUNING = (
-    "`tuning.jsonl` has what tiles were chosen by: runs of the kernels of their commit with other "
-    "constants. Names of projections: m0 weights left, m1 tokens left; n outputs, k inputs, w "
-    "warps and s stages of a program. Of experts: g and d steps ahead of gate/up and down, c columns "
-    "of the sum; `packed` reads as many bytes in the order of the tiles, so that its time tells and "
-    "its result does not (error 9.99). Of the commit: k rows of a state and w warps of a program. "
-    "Projections are since cut as v_m0n16k256w1s5, the selection as v_warps8, the commit as "
-    "v_k32_w8; experts' weights are packed where v_packed tells why."
+    "`tuning.jsonl` has what tiles were chosen by: runs of the kernels of their commit with other"
+    " constants. Names of projections: m0 weights left, m1 tokens left; n outputs, k inputs, w "
+    "warps and s stages of a program. Of experts: g and d steps ahead of gate/up and down, c "
+    "columns of the sum; `packed` reads as many bytes in the order of the tiles, so that its time"
+    " tells and its result does not (error 9.99). Of the commit: k rows of a state and w warps of"
+    " a program. Projections are since cut as v_m0n16k256w1s5, the selection as v_warps8, the "
+    "commit as v_k32_w8; experts' weights are packed where v_packed tells why."
 )
 
 
