@@ -44,7 +44,7 @@ from bench.released import (
 )
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization
-from qwen4jax.decode.burst import empty, send
+from qwen4jax.decode.burst import Sent, empty, fields_of, to_host
 from qwen4jax.decode.capacity import plan_memory
 from qwen4jax.decode.round import speculative_round
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
@@ -118,7 +118,8 @@ def compile_round(run: Run, params: Params) -> tuple[Any, float]:
         state, controls, active, burst = speculative_round(
             params, state, controls, active, accepted
         )
-        return state, controls, active, number + 1, burst
+        *carry, words = to_host((state, controls, active, number + 1, burst))
+        return tuple(carry), words
 
     bench_round.__name__ = run.name
     begun = time.time()
@@ -162,7 +163,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     round_ms = statistics.median(walls) * 1e3
     parts, kernels, longest = {}, None, {}
     if not args.no_profile:
-        events = device_kernels(call, carry, rounds=3)
+        events = device_kernels(lambda c: call(c)[0], carry, rounds=3)
         parts, kernels = time_by_part(events, compiled.as_text() or "", rounds=3)
         longest = time_by_kernel(events, rounds=3)
     floor = floor_parts(
@@ -228,10 +229,11 @@ def queue_rounds(run, carry, rounds: int) -> tuple[tuple, Group]:
     begun, hosts, bursts = time.perf_counter(), [], []
     for _ in range(rounds):
         called = time.perf_counter()
-        carry = run(carry)
-        bursts.append(send(carry[-1]))
+        carry, words = run(carry)
+        bursts.append(words)
         hosts.append(time.perf_counter() - called)
-    given = [float(np.mean(burst.read()["count"])) for burst in bursts]
+    fields = fields_of(carry[-1])
+    given = [float(np.mean(Sent(words, fields).read()["count"])) for words in bursts]
     wall = (time.perf_counter() - begun) / rounds
     return carry, Group(wall, hosts, given)
 

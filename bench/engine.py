@@ -25,9 +25,9 @@ from bench.record import append, stamp
 from bench.released import build, released_config
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode.batching import Engine
-from qwen4jax.decode.burst import empty, send
+from qwen4jax.decode.burst import empty
 from qwen4jax.decode.call import Call
-from qwen4jax.decode.round import run_round
+from qwen4jax.decode.round import next_round
 from qwen4jax.decode.sampling import Sampling
 from qwen4jax.params import Params
 
@@ -66,11 +66,10 @@ def rate(params: Params, context: int, groups: int) -> dict:
         carry = (engine.state, engine._controls, engine._active, empty(1, DRAFTS))
         sent = []
         for _ in range(GROUP):
-            *given, room = carry
-            carry = run_round(params, *given, room=room, **engine._wanted)
-            sent.append(send(carry[-1]))
-        for burst in sent:
-            burst.read()
+            *carry, words = next_round(params, *carry, **engine._wanted)
+            sent.append(words)
+        for words in sent:
+            np.asarray(words)
         bare.append((time.perf_counter() - began) / GROUP)
         engine.state, engine._controls, engine._active, _ = carry
     one, other = statistics.median(through), statistics.median(bare)

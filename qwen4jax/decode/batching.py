@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from qwen4jax.decode.burst import Burst, Sent, empty, send
+from qwen4jax.decode.burst import Sent, empty, fields_of, to_host
 from qwen4jax.decode.capacity import require_room
 from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.portable import graft
 from qwen4jax.decode.prefill import feed
 from qwen4jax.decode.requests import Request
-from qwen4jax.decode.round import begin, run_round
+from qwen4jax.decode.round import begin, next_round
 from qwen4jax.decode.sampling import Row, make_controls
 from qwen4jax.decode.stopping import Controls, FinishReason, StopStrings, set_row
 from qwen4jax.decode.text import StreamDecoder, Tokenizer
@@ -197,6 +197,14 @@ class Engine:
         self._controls = make_controls([], sizes.slots, vocab, like=mode)
         self._active = jnp.zeros(sizes.slots, bool)
         self._room = empty(sizes.slots, sizes.drafts, **self._wanted)
+        # results of a program with a part in host memory are tied to their device: so from the start,
+        # or the second call would be compiled again
+        (device,) = self._active.devices()
+        self.state, self._controls, self._active, self._room = jax.device_put(
+            (self.state, self._controls, self._active, self._room), device
+        )
+        self._round_fields = fields_of(self._room)
+        self._first_fields = fields_of(empty(sizes.slots, 0, **self._wanted))
         self._unread: collections.deque[tuple[list[_Running], Sent]] = collections.deque()
 
     @property
@@ -258,16 +266,17 @@ class Engine:
             self._prefill()
         decoding = [r for r in self.running.values() if "begun" in r.times and not r.done]
         if decoding:
-            self.state, self._controls, self._active, self._room = run_round(
+            *carry, words = next_round(
                 self.params,
                 self.state,
                 self._controls,
                 self._active,
-                room=self._room,
+                self._room,
                 **self._wanted,
             )
+            self.state, self._controls, self._active, self._room = carry
             self.rounds += 1
-            self._unread.append((decoding, send(self._room)))
+            self._unread.append((decoding, Sent(words, self._round_fields)))
         while len(self._unread) > bool(decoding):
             yield from self._read(*self._unread.popleft())
 
@@ -293,7 +302,7 @@ class Engine:
                 row.times["begun"] = _now()
             else:
                 self._feeding.append(row)
-        self.state, self._controls, self._active, burst = _prefill_and_begin(
+        self.state, self._controls, self._active, words = _prefill_and_begin(
             self.params,
             self.state,
             self._controls,
@@ -305,10 +314,10 @@ class Engine:
             **self._wanted,
         )
         self.prefills += 1
-        self._fed.append(burst.count)
+        self._fed.append(words)
         begun = [r for r, whole in zip(rows, complete, strict=False) if whole]
         if begun:
-            self._unread.append((begun, send(burst)))
+            self._unread.append((begun, Sent(words, self._first_fields)))
 
     def _read(self, rows: list[_Running], sent: Sent) -> Iterator[Delta]:
         """Hands out a burst; frees the slots of requests that ended with it."""
@@ -364,10 +373,11 @@ def _prefill_and_begin(
     *,
     logprobs: bool,
     top: int,
-) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
+) -> tuple[Any, ...]:
     """Feeds a chunk to some slots; those whose prompt is complete get their first token.
 
-    Slot numbers past the last are rows that are not there. The burst is by slot.
+    Slot numbers past the last are rows that are not there. The last result has the words of a
+    burst by slot, in host memory.
     """
     there = slots < state.slots
     rows = take_slots(state, slots)
@@ -385,7 +395,8 @@ def _prefill_and_begin(
         lambda x: place(jnp.zeros((state.slots, *x.shape[1:]), x.dtype), x), burst
     )
     # a row in the middle of its prompt is not active yet, and stays so
-    return state, controls, place(active, running), by_slot
+    *carry, _, words = to_host((state, controls, place(active, running), by_slot))
+    return *carry, words
 
 
 @functools.partial(jax.jit, donate_argnums=0)

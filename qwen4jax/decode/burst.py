@@ -1,13 +1,14 @@
 """What a round gives each slot, and how it leaves the device.
 
-A burst's memory goes back into the next round (`run_round(..., room=burst)`): then no buffer of the
-round's program moves, and its CUDA graph is launched as it is. With one buffer at a new address XLA
-updates every node first, which took the host longer than the device needs for a round. What the
-host reads is a copy, `send`, made before the memory is given back.
+A loop of rounds launches one CUDA graph over and over (`round.next_round`). If a buffer of the
+graph is at another address than before, XLA first updates all its nodes, which can take the host
+longer than the device needs for a round. So a burst's memory goes back into the next round, and
+what the host reads is a copy in pinned memory that the same program makes behind the graph: a
+second small program in between would move the first one's temporaries.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,46 +58,52 @@ def empty(slots: int, drafts: int, *, logprobs: bool = False, top: int = 0) -> B
     )
 
 
-class Sent(NamedTuple):
-    """A burst on its way to the host.
+Fields = dict[str, jax.ShapeDtypeStruct]
 
-    Attributes:
-        words: the bits of all fields, one row per slot.
-        fields: shape and dtype of each that is there, in the order of the words.
+
+def fields_of(burst: Burst) -> Fields:
+    """Shape and dtype of each field that is there, in order."""
+    given = {name: x for name, x in vars(burst).items() if x is not None}
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in given.items()}
+
+
+def to_host(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`results`, the last of which is a burst, and the burst's words in host memory; under jit.
+
+    The words are the bits of all fields, one row per slot. Their copy begins when all results are
+    there: in the middle of the program it would cut the CUDA graph in two.
     """
 
-    words: Int[Array, "S W"]
-    fields: dict[str, jax.ShapeDtypeStruct]
-
-    def read(self) -> dict[str, np.ndarray]:
-        """The burst's fields by name, without those it does not have; waits for the device."""
-        widths = [math.prod(x.shape[1:]) for x in self.fields.values()]
-        parts = np.split(np.asarray(self.words), np.cumsum(widths)[:-1], axis=1)
-        return {
-            name: _value(np.ascontiguousarray(part), like)
-            for part, (name, like) in zip(parts, self.fields.items(), strict=True)
-        }
-
-
-def send(burst: Burst) -> Sent:
-    """A copy of a burst for the host: one array, so one transfer."""
-    fields = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for name, x in vars(burst).items()
-        if x is not None
-    }
-    return Sent(_words(burst), fields)
-
-
-@jax.jit
-def _words(burst: Burst) -> Int[Array, "S W"]:
     def bits(x: Array) -> Array:
         exact = x.astype(jnp.int32) if x.dtype == bool else x
         if exact.dtype != jnp.int32:
             exact = jax.lax.bitcast_convert_type(exact, jnp.int32)
         return exact.reshape(len(x), -1)
 
-    return jnp.concatenate([bits(x) for x in jax.tree.leaves(burst)], axis=1)
+    words = jnp.concatenate([bits(x) for x in jax.tree.leaves(results[-1])], axis=1)
+    results, words = jax.lax.optimization_barrier((results, words))
+    return *results, jax.device_put(words, jax.memory.Space.Host)
+
+
+class Sent(NamedTuple):
+    """A burst on its way to the host.
+
+    Attributes:
+        words: of `to_host`.
+        fields: of the burst.
+    """
+
+    words: Int[Array, "S W"]
+    fields: Fields
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The burst's fields by name; waits for the device."""
+        widths = [math.prod(x.shape[1:]) for x in self.fields.values()]
+        parts = np.split(np.asarray(self.words), np.cumsum(widths)[:-1], axis=1)
+        return {
+            name: _value(np.ascontiguousarray(part), like)
+            for part, (name, like) in zip(parts, self.fields.items(), strict=True)
+        }
 
 
 def _value(words: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray:

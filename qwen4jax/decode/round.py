@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen4jax.decode.burst import Burst
+from qwen4jax.decode.burst import Burst, to_host
 from qwen4jax.decode.sampling import Sampled, sample
 from qwen4jax.decode.stopping import Controls, Cut, accept, count_tokens, cut
 from qwen4jax.layers.attention import FrozenSelection
@@ -84,6 +84,13 @@ def speculative_round(
     return state, controls, active & ~end.finished, burst
 
 
+run_round = jax.jit(
+    speculative_round,
+    donate_argnames=("state", "controls", "active"),
+    static_argnames=("logprobs", "top"),
+)
+
+
 @functools.partial(
     jax.jit,
     donate_argnames=("state", "controls", "active", "room"),
@@ -91,31 +98,34 @@ def speculative_round(
     # `room` is there for its memory only
     keep_unused=True,
 )
-def run_round(
+def next_round(
     params: Params,
     state: DecodeState,
     controls: Controls,
     active: Bool[Array, " S"],
-    accepted: Int[Array, " S"] | None = None,
+    room: Burst,
     *,
-    room: Burst | None = None,
     logprobs: bool = False,
     top: int = 0,
-) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst]:
-    """`speculative_round`, compiled; it gives up the memory of its state.
+) -> tuple[DecodeState, Controls, Bool[Array, " S"], Burst, Int[Array, "S W"]]:
+    """`run_round` for a loop, in which no buffer moves from round to round.
 
     Args:
         params: as the rest, of `speculative_round`.
         state: given up.
         controls: given up.
         active: given up.
-        accepted: as it is there.
-        room: the burst before, whose memory the new one takes; `decode.burst` says why.
+        room: the burst before, or an `empty` one: given up, the new one takes its memory.
         logprobs: static.
         top: static.
+
+    Returns:
+        What `speculative_round` does, and the burst's words in host memory.
     """
     del room
-    return speculative_round(params, state, controls, active, accepted, logprobs=logprobs, top=top)
+    results = speculative_round(params, state, controls, active, logprobs=logprobs, top=top)
+    state, controls, active, burst, words = to_host(results)
+    return state, controls, active, burst, words
 
 
 def begin(

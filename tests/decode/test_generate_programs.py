@@ -10,7 +10,7 @@ from qwen4jax.ablation import Ablation
 from qwen4jax.decode import batching, compiling
 from qwen4jax.decode.compiling import CompileClock, clock, report_new_signature
 from qwen4jax.decode.generate import generate, stream
-from qwen4jax.decode.round import run_round
+from qwen4jax.decode.round import next_round
 from qwen4jax.decode.sampling import Sampling
 from tests.decode.small import DRAWN, GREEDY, MODEL, ids, one_bucket, params, plain
 
@@ -20,7 +20,7 @@ EOS = (MODEL.eos_token_id,)
 
 def test_twenty_calls_in_a_bucket_compile_once():
     """Prompts of 1 to 16 tokens, up to 48 new ones, and other values of the same options."""
-    programs = batching._prefill_and_begin, run_round
+    programs = batching._prefill_and_begin, next_round
     before = [program._cache_size() for program in programs]
     first = generate(params(), ids(16), sampling=SHORT)
     compiled, sizes = clock.programs, [program._cache_size() for program in programs]
