@@ -197,8 +197,8 @@ class Engine:
         self._controls = make_controls([], sizes.slots, vocab, like=mode)
         self._active = jnp.zeros(sizes.slots, bool)
         self._room = empty(sizes.slots, sizes.drafts, **self._wanted)
-        # results of a program with a part in host memory are tied to their device: so from the start,
-        # or the second call would be compiled again
+        # results of a program with a part in host memory are tied to their device: the first call's
+        # arguments as well, or the second would be compiled again
         (device,) = self._active.devices()
         self.state, self._controls, self._active, self._room = jax.device_put(
             (self.state, self._controls, self._active, self._room), device

@@ -19,7 +19,8 @@ from jax.experimental import topologies
 
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
-from qwen4jax.decode.round import speculative_round
+from qwen4jax.decode.burst import empty
+from qwen4jax.decode.round import next_round
 from qwen4jax.decode.stopping import Controls
 from qwen4jax.pallas import registry
 from qwen4jax.params import declare
@@ -50,13 +51,15 @@ def main(target: str, index_share: str) -> None:
         max_length=place(jnp.zeros(1, jnp.int32)), stop_ids=place(jnp.zeros((1, 4), jnp.int32))
     )
     active = place(jnp.zeros(1, bool))
-    run = jax.jit(speculative_round, donate_argnums=(1, 2, 3))
+    room = jax.tree.map(place, empty(1, 3))
     with registry.using(device="NVIDIA H200"):
-        compiled = run.lower(params, state, controls, active).compile()
+        compiled = next_round.lower(params, state, controls, active, room).compile()
     hlo = compiled.as_text() or ""
     entry = hlo[hlo.index("\nENTRY") :]
     copies = [_size(m) for m in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", entry)]
-    plans = list(Path(os.environ["DUMP_DIR"]).glob("*thunk_sequence_after_thunk_passes.txt"))
+    plans = list(
+        Path(os.environ["DUMP_DIR"]).glob("*next_round*thunk_sequence_after_thunk_passes.txt")
+    )
     plan = plans[0].read_text() if plans else ""
     memory = compiled.memory_analysis()
     held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -67,7 +70,7 @@ def main(target: str, index_share: str) -> None:
                 "command_buffers": thunks["kCommandBuffer"],
                 "kernels": thunks["kCustomKernel"],
                 # what stands at the left margin runs outside of a graph
-                "outside": len(re.findall(r"^\d+: (?!kCommandBuffer)", plan, re.MULTILINE)),
+                "outside": re.findall(r"^\d+: (?!kCommandBuffer)(k\w+)", plan, re.MULTILINE),
                 "largest_copy": max(copies, default=0),
                 "sorts": len(re.findall(r"\ssort\(", hlo)),
                 "selections": len(re.findall(r"\] index_topk_", plan)),

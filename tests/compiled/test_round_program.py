@@ -45,7 +45,8 @@ def test_round_program(index_share: str, largest_copy: int, selections: int, tmp
     found = compile_round(index_share, tmp_path)
     # one graph, nothing beside it
     assert found["command_buffers"] == 1
-    assert found["outside"] == 0
+    # the burst's copy to the host, and what is left of the slots' numbers
+    assert set(found["outside"]) <= {"kAsyncStart", "kAsyncDone", "kCopy"}
     assert found["kernels"] > 0
     # every state buffer is updated in place, no weight is copied
     assert found["aliased_bytes"] >= found["state_bytes"]
