@@ -58,6 +58,16 @@ def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.
     return out
 
 
+def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """Four of the eight bytes of two words, chosen by the selector's nibbles."""
+    out = np.zeros_like(a | b)
+    for i in range(4):
+        place = int(selector) >> (4 * i) & 0xF
+        byte = (b if place & 4 else a) >> np.uint32(8 * (place & 3)) & np.uint32(0xFF)
+        out |= byte << np.uint32(8 * i)
+    return out
+
+
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Products of two bfloat16 halves, rounded once."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -79,6 +89,9 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "mov.b32": np.copy,
+    "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _product,
 }

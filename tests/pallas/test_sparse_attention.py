@@ -93,3 +93,34 @@ def test_places_past_two_gigabytes(implementation):
         last = run(query, gate, *pools, jnp.asarray(far, jnp.int32))
     assert np.abs(np.asarray(first)).max() > 0.01
     np.testing.assert_array_equal(np.asarray(last), np.asarray(first))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_selected_token_of_nan_makes_nan(implementation):
+    """A NaN hidden state ends as NaN also where keys and values are kept in e4m3."""
+    case = next(c for c in CASES if c.name == "gaps_among_the_selected")
+    inputs = case.inputs()
+    pages, size, heads, _ = inputs["key"].shape
+    shape = (pages, size, heads, 16)
+    for name in ("query", "gate"):
+        inputs[name] = jnp.ones((*inputs[name].shape[:3], 16), jnp.bfloat16)
+    spoiled = inputs["slots"][0, 0].max()
+    for name in ("key", "value"):
+        kept = jnp.ones(shape).at[spoiled // size, spoiled % size].set(jnp.nan)
+        inputs[name] = kept.astype(jnp.float8_e4m3fn)
+    got = f64(call(sparse_attention, inputs, implementation))
+    assert np.isnan(got[0, 0]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_numbers_of_e4m3_are_exact(implementation):
+    """Each of them, subnormals too, is the value of the only token that is selected."""
+    bits = np.arange(256, dtype=np.uint8)
+    # but NaN
+    bits = np.where(bits & 0x7F == 0x7F, 0, bits).reshape(1, 1, 1, 256)
+    value = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
+    none = jnp.zeros((1, 1, 2, 256), jnp.bfloat16)
+    slots = jnp.zeros((1, 1, 1), jnp.int32)
+    inputs = dict(query=none, gate=none, key=value, value=value, slots=slots)
+    got = f64(call(sparse_attention, inputs, implementation)).reshape(2, 256)
+    np.testing.assert_array_equal(got, np.broadcast_to(f64(value).reshape(1, 256) / 2, (2, 256)))

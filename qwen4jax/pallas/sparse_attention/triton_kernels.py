@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 """Attention to selected tokens on a GPU: split along the selection, merged in a fixed order.
 
 Bytes: 1 kB of keys and values for each token and kv head of 256 channels in bfloat16. The 2,051
@@ -10,6 +11,10 @@ split each, which needs no second kernel.
 A token's key of one head is one run of memory and blocks of 4 tokens are contiguous; the heads of a
 token are read by neighbouring programs, close in time. Products take bfloat16, with the weights of
 the sum over values in two bfloat16 parts, so that it is a float32 sum to 2**-17.
+
+Words of four e4m3 channels go to the product's registers as they are: a register there holds two
+tokens or two words, whose channels `j` become two bfloat16 numbers by five instructions. So there
+are four products, of every fourth channel, and the results are put side by side at the end.
 """
 
 import math
@@ -26,10 +31,27 @@ from qwen4jax.span import physical
 SPLITS = ((2, 64, 32), (8, 32, 64), (16, 16, 32), (32, 8, 32), (64, 4, 32), (128, 2, 32))
 # one split, in tiles of so many tokens
 _TILE, _WARPS = 32, 4
-# of the loop over tiles: slot numbers are two ahead, keys and values one
-_STAGES = 5
+# of the loop over tiles: slot numbers are two ahead, keys and values one, or two of half the bytes
+_STAGES, _E4M3_STAGES = 5, 7
 # channels of a merging program
 _SLICE = 64
+
+
+def _byte_of(j):
+    """PTX: channels `j` of two words of e4m3 as bfloat16, exact, but that NaN becomes +-480.
+
+    The bits of e4m3, one lower in each half than those of bfloat16 of the same sign and mantissa,
+    are a bfloat16 2**-120 times the number; subnormals too, for the product is rounded just once.
+    """
+    return (
+        "{ .reg .b32 t, u, s; mov.b32 s, 0x7b807b80; "
+        f"prmt.b32 t, $1, $2, {(4 + j) << 12 | j << 4}; "
+        "shr.u32 u, t, 4; and.b32 u, u, 0x07f007f0; and.b32 t, t, 0x80008000; or.b32 u, u, t; "
+        "mul.rn.bf16x2 $0, u, s; }"
+    )
+
+
+_BYTE = tl.constexpr(tuple(_byte_of(j) for j in range(4)))
 
 
 def sparse_attention(query, gate, key, value, slots, page_table=None):
@@ -47,6 +69,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         # a page number between slot and key is one load too many for the loop's pipeline
         slots, page_table = physical(page_table, slots, key.shape[1]), None
     total = 1 if whole else parts + (rest > 0)
+    stages = _E4M3_STAGES if key.dtype == jnp.float8_e4m3fn else _STAGES
     shape = jax.ShapeDtypeStruct
     out = shape((rows, places, heads * channels), query.dtype)
     summed = shape((rows * places, heads, total, channels), jnp.float32)
@@ -66,7 +89,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         else (summed, shape(summed.shape[:-1], jnp.float32)),
         grid=(pairs, total),
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=stages,
         PLACES=places,
         KV_HEADS=kv_heads,
         SHARED=heads // kv_heads,
@@ -83,7 +106,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
         REST_PART=0 if whole else parts,
         WHOLE=whole,
-        STAGES=_STAGES if each > 1 else 1,
+        STAGES=stages if each > 1 else 1,
     )
     if whole:
         return results[0]
@@ -136,38 +159,52 @@ def _sparse_attention(
     part = tl.program_id(1)
     slots = slots_ptr + row * WIDTH
     table = table_ptr + row // PLACES * PAGES
-    channel = tl.arange(0, DEPTH)
     member = tl.arange(0, HEADS)
     head = row * (KV_HEADS * SHARED) + kv_head * SHARED + member
-    at = head[:, None] * CHANNELS + channel[None, :]
-    there = (member < SHARED)[:, None] & (channel < CHANNELS)[None, :]
-    query = tl.load(query_ptr + at, mask=there, other=0.0)
+    # channels of a loaded word are kept apart: they need not be put side by side for the products
+    APART: tl.constexpr = 4 if key_ptr.dtype.element_ty == tl.float8e4nv else 1
+    column = tl.arange(0, DEPTH // APART)
+    at = head[:, None] * CHANNELS + (APART * column)[None, :]
+    there = (member < SHARED)[:, None] & (APART * column < CHANNELS)[None, :]
+    query, outs = (), ()
+    for j in tl.static_range(APART):
+        loaded = (tl.load(query_ptr + at + j, mask=there, other=0.0),)
+        zeros = (tl.zeros((HEADS, DEPTH // APART), tl.float32),)
+        query, outs = query + loaded, outs + zeros
 
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    out = tl.zeros((HEADS, DEPTH), tl.float32)
     first = part * EACH
     for i in tl.range(first, tl.minimum(first + EACH, FULL), num_stages=STAGES):
         entry = i * TILE + tl.arange(0, TILE)
         slot = _slots(slots, table, entry, entry < FULL * TILE, PAGE, PAGES)
-        key, value = _load(key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS, CHANNELS)
-        top, total, out = _attend(query, key, value, slot, top, total, out, SCALE)
+        found, spoiled = _load(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS)
+        top, total, outs = _attend(query, found, spoiled, slot, top, total, outs, SCALE)
     if REST > 0:
         if part == REST_PART:
             beyond = FULL * TILE + tl.arange(0, REST)
             open_slot = _slots(slots, table, beyond, beyond < WIDTH, PAGE, PAGES)
-            k, v = _load(key_ptr, value_ptr, open_slot, kv_head, channel, KV_HEADS, CHANNELS)
-            top, total, out = _attend(query, k, v, open_slot, top, total, out, SCALE)
+            found, spoiled = _load(
+                key_ptr, value_ptr, open_slot, kv_head, column, KV_HEADS, CHANNELS
+            )
+            top, total, outs = _attend(query, found, spoiled, open_slot, top, total, outs, SCALE)
 
     # of nothing selected: zeros, with the weight 2**-inf
     total = tl.where(total == 0, 1.0, total)
-    out = out / total[:, None]
+    place = head * tl.num_programs(1) + part
+    if APART == 1:
+        out = outs[0] / total[:, None]
+    else:
+        even, odd = tl.interleave(outs[0], outs[2]), tl.interleave(outs[1], outs[3])
+        out = tl.interleave(even, odd) / total[:, None]
+    channel = tl.arange(0, DEPTH)
+    at = head[:, None] * CHANNELS + channel[None, :]
+    there = (member < SHARED)[:, None] & (channel < CHANNELS)[None, :]
     if WHOLE:
         gate = tl.load(gate_ptr + at, mask=there, other=0.0).to(tl.float32)
         out = out * tl.sigmoid(gate)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
     else:
-        place = head * tl.num_programs(1) + part
         tl.store(out_ptr + place[:, None] * CHANNELS + channel[None, :], out, mask=there)
         tl.store(weight_ptr + place, top + tl.log2(total), mask=member < SHARED)
 
@@ -185,20 +222,25 @@ def _slots(slots, table, entry, there, PAGE: tl.constexpr, PAGES: tl.constexpr):
 
 @triton.jit
 def _load(
-    key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS: tl.constexpr, CHANNELS: tl.constexpr
+    key_ptr, value_ptr, slot, kv_head, column, KV_HEADS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Keys and values [tokens, channels] of one head; zeros where there is no token.
+    """Keys and values [tokens, columns] of one head, and what says that a token is NaN.
 
-    Of e4m3 they are words of 4 channels, see `_widened`.
+    Zeros where there is no token. Of e4m3 a column is a word of 4 channels, see `_byte`, in which
+    NaN gets lost. A NaN comes from the token's hidden state, which makes all its channels NaN: the
+    first word tells, before the sign a byte of ones.
     """
     if key_ptr.dtype.element_ty == tl.float8e4nv:
         key_ptr = key_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         value_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        word = tl.arange(0, channel.shape[0] // 4)
-        found = _rows(key_ptr, value_ptr, slot, kv_head, word, KV_HEADS, CHANNELS // 4)
+        found = _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS // 4)
+        at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * (CHANNELS // 4)
+        first = tl.load(key_ptr + at, mask=slot >= 0, other=0)
+        spoiled = ((first & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
     else:
-        found = _rows(key_ptr, value_ptr, slot, kv_head, channel, KV_HEADS, CHANNELS)
-    return found
+        found = _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS)
+        spoiled = tl.zeros_like(slot)
+    return found, spoiled
 
 
 @triton.jit
@@ -213,39 +255,54 @@ def _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS: tl.constexpr, WID
 
 
 @triton.jit
-def _widened(words, dtype: tl.constexpr):
-    """Channels of e4m3, four in a word, side by side in another dtype."""
-    even = tl.interleave(_byte(words, 0, dtype), _byte(words, 2, dtype))
-    return tl.interleave(even, tl.interleave(_byte(words, 1, dtype), _byte(words, 3, dtype)))
+def _byte(words, j: tl.constexpr, dtype: tl.constexpr):
+    """Channel `j` of each word of four e4m3 channels, exactly."""
+    if dtype == tl.bfloat16:
+        out = tl.inline_asm_elementwise(
+            _BYTE[j], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        out = (words >> (8 * j)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return out
 
 
 @triton.jit
-def _byte(words, i: tl.constexpr, dtype: tl.constexpr):
-    return (words >> (8 * i)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+def _attend(query, found, spoiled, slot, top, total, outs, SCALE: tl.constexpr):
+    """Adds some tokens to a softmax under way: its maximum, its sum, the weighted values.
 
-
-@triton.jit
-def _attend(query, key, value, slot, top, total, out, SCALE: tl.constexpr):
-    """Adds some tokens to a softmax under way: its maximum, its sum, the weighted values."""
-    if key.dtype == tl.int32:
-        # a product takes words from shared memory: byte by byte it would be four times the loads
-        key, value = _widened(key, query.dtype), _widened(value, query.dtype)
-    key, value = key.to(query.dtype), value.to(query.dtype)
-    score = tl.dot(query, tl.trans(key), input_precision="ieee") * SCALE
-    score = tl.where((slot >= 0)[None, :], score, float("-inf"))
+    Queries and values are as many as a loaded word has channels: each has its own.
+    """
+    EACH: tl.constexpr = len(query)
+    key, value = found
+    score = tl.zeros((query[0].shape[0], slot.shape[0]), tl.float32)
+    for j in tl.static_range(EACH):
+        channels = _channels(key, j, EACH, query[0].dtype)
+        score = tl.dot(query[j], tl.trans(channels), score, input_precision="ieee")
+    score = tl.where((slot >= 0)[None, :], score * SCALE, float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
+    score = tl.where((spoiled != 0)[None, :], float("nan"), score)
     # before the first token there is no maximum to subtract
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - base[:, None])
     kept = tl.exp2(top - base)
     total = total * kept + tl.sum(weight, 1)
-    out = out * kept[:, None]
-    coarse = weight.to(query.dtype)
-    out = tl.dot(coarse, value, out, input_precision="ieee")
-    if query.dtype != tl.float32:
-        fine = (weight - coarse.to(tl.float32)).to(query.dtype)
-        out = tl.dot(fine, value, out)
-    return higher, total, out
+    coarse = weight.to(query[0].dtype)
+    fine = (weight - coarse.to(tl.float32)).to(query[0].dtype)
+    new = ()
+    for j in tl.static_range(EACH):
+        channels = _channels(value, j, EACH, query[0].dtype)
+        out = tl.dot(coarse, channels, outs[j] * kept[:, None], input_precision="ieee")
+        if query[0].dtype != tl.float32:
+            out = tl.dot(fine, channels, out)
+        outs_j = (out,)
+        new = new + outs_j
+    return higher, total, new
+
+
+@triton.jit
+def _channels(loaded, j: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr):
+    """Channels [tokens, channels / EACH] from `j` on, every `EACH`-th."""
+    return loaded.to(dtype) if EACH == 1 else _byte(loaded, j, dtype)
 
 
 @triton.jit
