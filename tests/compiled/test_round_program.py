@@ -17,7 +17,7 @@ SMALLEST_WEIGHT = 48 * 2560
 
 
 def compile_round(index_share: str, dump: Path) -> dict:
-    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*speculative.*"
+    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*next_round.*"
     done = subprocess.run(
         [sys.executable, str(HERE / "compile_round.py"), str(HERE / "h200.txtpb"), index_share],
         env=os.environ
