@@ -115,13 +115,15 @@ def _index_topk(
         _put(out, block, block, block < BLOCKS, complete, RATIO)
     elif GIVEN > 0:
         leader = _key(best, group * SIZE < complete)
-        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, SIZE, MOST, LANES)
+        _select(scores, leader, complete, out, scratch, WIDTH, BLOCKS, RATIO, SIZE, MOST, LANES)
     elif (SIZE > SHORT) & (complete <= GROUPS * SHORT):
         leader = _best_of(scores, group, complete, SHORT, SHORT)
-        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, SHORT, 2 * ROOM, LANES)
+        _select(
+            scores, leader, complete, out, scratch, WIDTH, BLOCKS, RATIO, SHORT, 2 * ROOM, LANES
+        )
     else:
         leader = _best_of(scores, group, complete, SIZE, SHORT)
-        _select(scores, leader, complete, out, scratch, BLOCKS, RATIO, SIZE, MOST, LANES)
+        _select(scores, leader, complete, out, scratch, WIDTH, BLOCKS, RATIO, SIZE, MOST, LANES)
 
 
 @triton.jit
@@ -144,6 +146,7 @@ def _select(
     complete,
     out,
     scratch,
+    WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
@@ -152,29 +155,30 @@ def _select(
 ):
     """Writes the `BLOCKS` best of more blocks, given each group's best key."""
     count = (complete + SIZE - 1) // SIZE
-    last = tl.max(leader, 0)
-    least = tl.min(tl.where(leader == _NONE, 0x7FFFFFFF, leader), 0)
+    least, last = _span(leader, LANES)  # pyright: ignore[reportGeneralTypeIssues]
     # fewer groups than blocks hold them all
     bound = least
     if count > MOST:
-        bound = _threshold(leader, least, last, count, BLOCKS, MOST, LANES)
+        bound = _threshold(leader, least, last, BLOCKS, MOST, LANES)
     group = tl.arange(0, leader.shape[0])
     take, place, taken = _places(leader, bound, MOST)
     tl.store(scratch + place, group, mask=take)
     # the groups' numbers are read by other threads than wrote them
     tl.debug_barrier()
 
-    candidate = tl.arange(0, MOST * SIZE)
-    there = candidate // SIZE < taken
-    block = tl.load(scratch + candidate // SIZE, mask=there, other=0) * SIZE + candidate % SIZE
-    there = there & (block < complete)
-    key = _key(tl.load(scores + block, mask=there, other=0.0), there)
+    chosen = tl.arange(0, MOST)
+    group = tl.load(scratch + chosen, mask=chosen < taken, other=0)
+    block = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    # masked by groups and not by what is complete: 16 bytes a load
+    score = tl.load(scores + block, mask=(chosen < taken)[:, None] & (block < WIDTH), other=0.0)
+    there = (chosen < taken)[:, None] & (block < complete)
+    key = tl.reshape(_key(score, there), (MOST * SIZE,))
+    block = tl.reshape(block, (MOST * SIZE,))
     low = bound
     # otherwise that many groups' best reach the bound
     if count < BLOCKS:
-        low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0)
-    count = tl.sum((key >= low).to(tl.int32), 0)
-    bound = _threshold(key, low, last, count, BLOCKS, BLOCKS, LANES)
+        low = tl.min(tl.where(key == _NONE, 0x7FFFFFFF, key), 0)
+    bound = _threshold(key, low, last, BLOCKS, BLOCKS, LANES)
     take, place, taken = _places(key, bound, BLOCKS)
     _put(out, block, place, take, complete, RATIO)
 
@@ -188,20 +192,33 @@ def _key(score, valid):
 
 
 @triton.jit
-def _threshold(key, low, last, count, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr):
+def _span(key, LANES: tl.constexpr):
+    """Lowest and highest of the valid keys, in one reduction: each is a wait for all warps."""
+    WIDE: tl.constexpr = min(LANES, key.shape[0])
+    key = tl.reshape(key, (key.shape[0] // WIDE, WIDE))
+    low, high = tl.max(tl.where(key == _NONE, _NONE, ~key), 0), tl.max(key, 0)
+    side = tl.arange(0, 2)
+    ends = tl.max(tl.where(side[:, None] == 0, low[None, :], high[None, :]), 1)
+    low = tl.max(tl.where(side == 0, ends, _NONE), 0)
+    return ~low, tl.max(tl.where(side == 1, ends, _NONE), 0)
+
+
+@triton.jit
+def _threshold(key, low, last, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr):
     """The key that the best are at or above.
 
     `LEAST` to `MOST` keys reach it, or, where ties allow no such count, `LEAST` reach it and fewer
     lie above.
 
-    There are up to 2**14 keys, of which `count`, at least `LEAST`, reach `low`, and none is above
-    `last`.
+    There are up to 2**14 keys, of which at least `LEAST` reach `low`, and none is above `last`.
     """
     # rows are registers of a thread, as loads of 16 bytes leave them, and up to 15
     WIDE: tl.constexpr = min(LANES, key.shape[0])
     key = tl.reshape(key, (key.shape[0] // WIDE, WIDE))
     field = tl.arange(0, 4)[:, None] * 4
     span = (last - low).to(tl.uint32, bitcast=True)
+    # how many reach `low` is for the first pass to find
+    count = MOST + 1
     while (count > MOST) & (span > 0):
         # eight bins of a power of two that cover the span
         shift = tl.maximum(_bits(span) - 3, 0)
