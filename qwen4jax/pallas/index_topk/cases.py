@@ -97,6 +97,8 @@ CASES = (
     _case("long_rows", [[79999, 65539, 65535]], 20001, 512),
     _case("long_rows_in_a_run", [[79999, 70002]], 20001, 512, scores=_in_a_run, best=True),
     _case("long_rows_of_ties", [[79999, 66000]], 20001, 512, scores=_quantised, best=True),
+    _case("longest_rows_in_a_run", [[159999, 70002]], 40001, 512, scores=_in_a_run, best=True),
+    _case("longest_rows_of_ties", [[159999, 66000]], 40001, 512, scores=_quantised, best=True),
     # NUM-01: more candidates in one coarse bin than a fixed buffer holds
     _case("bin_of_16384", _at_end(20000), 20000, 512, scores=_one_bin(16384)),
     _case("bin_of_16385", _at_end(20000), 20000, 512, scores=_one_bin(16385)),
@@ -136,7 +138,7 @@ CASES = (
             best=True,
             device_only=True,
         )
-        for blocks in (14336, 16384, 65536)
+        for blocks in (14336, 16384, 16640, 65536)
         for name, scores in (
             ("best", None),
             ("ties", _quantised),
@@ -145,7 +147,7 @@ CASES = (
             ("half_range", _half_range),
             ("run", _in_a_run),
         )
-        if scores is None or blocks != 16384
+        if scores is None or blocks in (14336, 65536)
     ),
     *(
         _case(

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-# groups that a program chooses among, and the blocks of one, in short rows and in long ones
-GROUPS, SHORT, LONG = 4096, 4, 16
+# groups that a program chooses among, and the blocks of one, in short rows to long ones
+GROUPS, SHORT, MIDDLE, LONG = 4096, 4, 8, 16
 # blocks chosen: the candidates of a long row are held in registers
 _MOST = 512
 
@@ -24,4 +24,4 @@ def refuses(scores, index, best=None, *, blocks, ratio):
 
 def group_of(width):
     """Blocks of a group in rows of `width` blocks."""
-    return SHORT if width <= GROUPS * SHORT else LONG
+    return next((size for size in (SHORT, MIDDLE) if width <= GROUPS * size), LONG)

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.index_topk.limits import SHORT, group_of
+from qwen4jax.pallas.index_topk.limits import LONG, SHORT, group_of
 from qwen4jax.pallas.triton_call import triton_call
 
-# of programs with groups of 4, and of those with groups of 16: up to 16 keys a thread
+# of programs with groups of 4 or 8, and of those with groups of 16: up to 16 keys a thread
 _WARPS, _LONG_WARPS = 8, 16
 
 # keys that a warp loads at once, 16 bytes a lane
@@ -41,7 +41,7 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
     rows, places, width = scores.shape
     room = max(16, triton.next_power_of_2(blocks))
     size = group_of(width)
-    warps = _WARPS if size == SHORT else _LONG_WARPS
+    warps = _LONG_WARPS if size == LONG else _WARPS
     groups = max(16, triton.next_power_of_2(-(-width // size)))
     out, _ = triton_call(
         scores,
