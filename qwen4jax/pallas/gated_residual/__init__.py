@@ -39,6 +39,18 @@ def _refuses_mosaic(
     return None
 
 
+def _refuses_few(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
+) -> str | None:
+    if reason := _refuses(streams, pending, norm, down):
+        return reason
+    if streams.shape[0] * streams.shape[1] > 8:
+        return "takes up to 8 rows: the narrow side of one tensor-core product"
+    if down.shape[0] % 32:
+        return "takes ranks in multiples of 32"
+    return None
+
+
 def _refuses_fused(
     streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
 ) -> str | None:
@@ -62,6 +74,11 @@ BOUNDARY = Operation(
             "qwen4jax.pallas.gated_residual.triton_kernels.boundary",
             needs=("triton",),
             refuses=_refuses,
+        ),
+        "triton_few": Kernel(
+            "qwen4jax.pallas.gated_residual.triton_few.boundary",
+            needs=("triton",),
+            refuses=_refuses_few,
         ),
         "triton_fused": Kernel(
             "qwen4jax.pallas.gated_residual.triton_fused.boundary",

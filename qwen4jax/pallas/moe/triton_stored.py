@@ -174,6 +174,14 @@ def lane_columns(COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def arranged(x, W: tl.constexpr):
+    """32 columns of 8 tokens, [8 W, 32], in the order of bfloat16 weights: [W, 32, 8]."""
+    # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
+    x = tl.permute(tl.reshape(x, (W, 8, 4, 2, 2, 2)), (0, 3, 4, 2, 5, 1))
+    return tl.reshape(x, (W, 32, 8))
+
+
+@triton.jit
 def load_tokens(x, there, COLUMNS: tl.constexpr, W: tl.constexpr):
     """A chunk of 8 tokens in the order of the weights: a tuple of one or two [W, K, 8].
 
@@ -184,9 +192,7 @@ def load_tokens(x, there, COLUMNS: tl.constexpr, W: tl.constexpr):
         W: warps.
     """
     if COLUMNS == 32:
-        # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
-        x4 = tl.reshape(tl.load(x, there, 0.0), (W, 8, 4, 2, 2, 2))
-        chunk = (tl.reshape(tl.permute(x4, (0, 3, 4, 2, 5, 1)), (W, 32, 8)),)
+        chunk = (arranged(tl.load(x, there, 0.0), W),)
     elif COLUMNS == 64:
         # [W, token, t, (i0, b), i1]
         ab = tl.join(tl.load(x, there, 0.0), tl.load(x + 8, there, 0.0))

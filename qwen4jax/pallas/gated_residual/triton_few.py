@@ -1,0 +1,378 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+"""The boundary for up to 8 rows in two Triton launches, each one memory latency deep.
+
+Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s, and for each launch about 1.2 us
+of start and one latency. So every load of a program is under way before the first is waited for:
+no loop carries loads, and weights go straight from memory to the tensor cores' registers
+(`moe/triton_stored.py` says how), without shared memory.
+
+`down` multiplies 16 outputs by a slice of a stream. It adds the pending output to the streams,
+rounds them, and multiplies without the norm's factor, which is one number for each row and stream,
+and so applies to sums. The last tile of outputs has the fewest weights (the injection weights'
+few): it stores the streams and the sums of their squares. `up` owns some channels of all streams,
+in such an order that the mean over the streams stays within a warp. It adds the slices up itself:
+a program that did that for all would cost another latency.
+
+Order of sums: chunks of a warp, warps, slices, streams. No atomics.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
+from qwen4jax.pallas.triton_call import triton_call
+
+# tokens of a tensor-core product
+ROWS = 8
+# columns of the sums beside the low-rank ones: room for the injection weights' logits
+EXTRA = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the work is cut.
+
+    Attributes:
+        slices: of each stream, a program each.
+        warps: of a `down` program; chunks of 32 columns go round.
+        channels: of an `up` program, of every stream.
+        split: warps of an `up` program that share a tile of 16 rows, and split its columns.
+    """
+
+    slices: int
+    warps: int
+    channels: int
+    split: int
+
+
+def cut(hidden: int, rank: int) -> Cut:
+    """How sizes that are not refused are cut."""
+    warps = 16
+    while hidden % (32 * warps):
+        warps //= 2
+    return Cut(1, warps, 16, 2 if rank % 64 == 0 else 1)
+
+
+def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None, how: Any = None):
+    """See `qwen4jax.pallas.gated_residual.boundary`."""
+    batch, time, count, hidden = streams.shape
+    rows, rank = batch * time, down.shape[0]
+    how = how or cut(hidden, rank)
+    flat = streams.reshape(rows, count * hidden)
+    weights, y = (norm, flat) if pending is None else pending
+    slices = count * how.slices
+    sizes = dict(T=rows, R=count, D=hidden, L=rank, SLICES=how.slices)
+    shape = jax.ShapeDtypeStruct
+    new, parts, squares = triton_call(
+        flat,
+        weights.reshape(rows, count) if pending is not None else weights,
+        y.reshape(rows, -1),
+        norm,
+        down,
+        down if inject is None else inject,
+        kernel=down_kernel,
+        name=f"gated_residual_down_{rows}x{count}x{hidden}",
+        out=(
+            shape(flat.shape if pending is not None else (1, 1), flat.dtype),
+            shape((slices, rows, rank + EXTRA), jnp.float32),
+            shape((slices, rows), jnp.float32),
+        ),
+        grid=(slices, rank // 16 + (inject is not None)),
+        num_warps=how.warps,
+        PENDING=pending is not None,
+        TILES=rank // 16 + (inject is not None),
+        W=how.warps,
+        **sizes,
+    )
+    new = flat if pending is None else new
+    x, wanted = triton_call(
+        new,
+        norm,
+        up,
+        parts,
+        squares,
+        kernel=up_kernel,
+        name=f"gated_residual_up_{rows}x{count}x{hidden}",
+        out=(shape((rows, hidden), flat.dtype), shape((rows, count), jnp.float32)),
+        grid=(hidden // how.channels,),
+        num_warps=how.channels * count // 16 * how.split,
+        INJECT=inject is not None,
+        EPS=eps,
+        TILES=how.channels * count // 16,
+        SPLIT=how.split,
+        **sizes,
+    )
+    return (
+        streams if pending is None else new.reshape(streams.shape),
+        x.reshape(batch, time, hidden),
+        None if inject is None else wanted.reshape(batch, time, count),
+        barrier,
+    )
+
+
+@triton.jit
+def _lines(W: tl.constexpr):
+    """(warp, row of its tile) of the 16 W rows of a chunk, in the order of `product`."""
+    line = tl.arange(0, 16 * W)
+    return line // 8 % W, line // (8 * W) * 8 + line % 8
+
+
+@triton.jit
+def down_kernel(
+    streams,
+    weights,
+    y,
+    norm,
+    down,
+    inject,
+    new,
+    parts,
+    squares,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    SLICES: tl.constexpr,
+    PENDING: tl.constexpr,
+    TILES: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Sums of 16 outputs over a slice of a stream: grid (R SLICES, TILES).
+
+    Args:
+        streams: [T, R D].
+        weights: with which `y` is injected [T, R].
+        y: output of the sublayer before [T, D].
+        norm: gain minus one [R D].
+        down: low-rank projection [L, R D].
+        inject: projection to the injection weights [R, R D].
+        new: streams with `y` in them [T, R D].
+        parts: sums without the norm's factors [R SLICES, T, L + 16].
+        squares: sums of the streams' squares [R SLICES, T].
+        T: rows, up to 8.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        SLICES: of a stream.
+        PENDING: whether there is `y`.
+        TILES: L / 16, and one for the injection weights.
+        W: warps.
+    """
+    part, tile = tl.program_id(0), tl.program_id(1)
+    stream = part // SLICES
+    STEPS: tl.constexpr = D // SLICES // (32 * W)
+    start = part % SLICES * (D // SLICES)
+    columns = stream * D + start
+    warp, row = _lines(W)
+    if tile < L // 16:
+        matrix = down + tile * (16 * R * D)
+    else:
+        # rows past the last are the last: what comes of them is not stored
+        matrix = inject
+        row = tl.minimum(row, R - 1)
+    chunk = tl.arange(0, 32)
+    w = matrix + columns + (row * (R * D) + warp * 32)[:, None] + chunk[None, :]
+    line = tl.arange(0, 8 * W)
+    token = line % 8
+    channel = line // 8 * 32
+    live = (token < T)[:, None]
+    s = streams + columns + (token * (R * D) + channel)[:, None] + chunk[None, :]
+    added = y + start + (token * D + channel)[:, None] + chunk[None, :]
+    gains = norm + columns + channel[:, None] + chunk[None, :]
+    scale = 0.0
+    if PENDING:
+        scale = tl.load(weights + token * R + stream, token < T, 0.0)[:, None]
+    tiles, values, extra, gain = (), (), (), ()
+    for i in tl.static_range(STEPS):
+        tiles = tiles + (tl.load(w + i * (32 * W)),)  # noqa: RUF005
+    for i in tl.static_range(STEPS):
+        values = values + (tl.load(s + i * (32 * W), live, 0.0),)  # noqa: RUF005
+        gain = gain + (tl.load(gains + i * (32 * W)),)  # noqa: RUF005
+        if PENDING:
+            extra = extra + (tl.load(added + i * (32 * W), live, 0.0),)  # noqa: RUF005
+    acc = tl.zeros((W, 16, 8), tl.float32)
+    square = tl.zeros((8 * W, 32), tl.float32)
+    for i in tl.static_range(STEPS):
+        value = values[i].to(tl.float32)
+        if PENDING:
+            rounded = (value + scale * extra[i].to(tl.float32)).to(tl.bfloat16)
+            value = rounded.to(tl.float32)
+            if tile == TILES - 1:
+                place = (token * (R * D) + channel)[:, None] + chunk[None, :]
+                tl.store(new + columns + i * (32 * W) + place, rounded, live)
+        square += value * value
+        normed = (value * (1.0 + gain[i].to(tl.float32))).to(tl.bfloat16)
+        acc = product(tiles[i], 1.0, (arranged(normed, W),), acc, BF16, W)
+    total = tl.sum(acc, axis=0)
+    outputs = tile * 16 + tl.arange(0, 16)
+    rows = tl.arange(0, 8)
+    tl.store(
+        parts + (part * T + rows)[None, :] * (L + 16) + outputs[:, None],
+        total,
+        (rows < T)[None, :] & (outputs < L + R)[:, None],
+    )
+    if tile == TILES - 1:
+        each = tl.sum(tl.reshape(tl.sum(square, axis=1), (W, 8)), axis=0)
+        tl.store(squares + part * T + rows, each, rows < T)
+
+
+@triton.jit
+def _factor(
+    squares,
+    stream,
+    row,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    SLICES: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The norm's factors, in the shape of `stream` and `row` together; some number past T."""
+    square = tl.load(squares + stream * (SLICES * T) + row, row < T, 0.0)
+    for i in tl.static_range(1, SLICES):
+        square += tl.load(squares + (stream * SLICES + i) * T + row, row < T, 0.0)
+    return tl.rsqrt(square / D + EPS)
+
+
+@triton.jit
+def _load_parts(
+    parts, row, column, T: tl.constexpr, L: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):
+    """Sums of all slices: a tuple of [rows, columns]."""
+    loaded = ()
+    for i in tl.static_range(FIRST, FIRST + COUNT):
+        place = parts + (i * T + row)[:, None] * (L + 16) + column[None, :]
+        loaded = loaded + (tl.load(place, (row < T)[:, None], 0.0),)  # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def _normed(loaded, factors, FIRST: tl.constexpr, R: tl.constexpr, SLICES: tl.constexpr):
+    """Products with the normed streams over their number, even streams before odd ones."""
+    even, odd = tl.zeros_like(loaded[FIRST]), tl.zeros_like(loaded[FIRST])
+    for stream in tl.static_range(R):
+        own = loaded[FIRST + stream * SLICES]
+        for i in tl.static_range(1, SLICES):
+            own += loaded[FIRST + stream * SLICES + i]
+        if stream % 2:
+            odd += own * factors[stream]
+        else:
+            even += own * factors[stream]
+    # a reduction: the compiler would move later changes of layout up to each of the loads
+    return tl.sum(tl.join(even, odd), axis=2) / R
+
+
+@triton.jit
+def up_kernel(
+    streams,
+    norm,
+    up,
+    parts,
+    squares,
+    x,
+    wanted,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    SLICES: tl.constexpr,
+    INJECT: tl.constexpr,
+    EPS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The mean over streams of 16 / R channels a tile: grid (D R / (16 TILES)).
+
+    Args:
+        streams: with everything in them [T, R D].
+        norm: gain minus one [R D].
+        up: gates' projection [R D, L].
+        parts: of `down_kernel`.
+        squares: of `down_kernel`.
+        x: [T, D].
+        wanted: injection weights [T, R].
+        T: rows, up to 8.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        SLICES: of a stream.
+        INJECT: whether to make them.
+        EPS: of the norm.
+        TILES: of 16 rows of `up`, R streams of 16 / R channels.
+        SPLIT: warps of a tile.
+    """
+    W: tl.constexpr = TILES * SPLIT
+    EACH: tl.constexpr = 16 // R
+    STEPS: tl.constexpr = L // (32 * SPLIT)
+    first = tl.program_id(0) * (TILES * EACH)
+    warp, inner = _lines(W)
+    chunk = tl.arange(0, 32)
+    row = inner // EACH * D + first + warp // SPLIT * EACH + inner % EACH
+    w = up + (row * L + warp % SPLIT * (STEPS * 32))[:, None] + chunk[None, :]
+    tiles = ()
+    for i in tl.static_range(STEPS):
+        tiles = tiles + (tl.load(w + i * 32),)  # noqa: RUF005
+    # [TILES, 16, 8]: what the gates are for
+    index = tl.arange(0, 16)[None, :, None]
+    channel = first + tl.arange(0, TILES)[:, None, None] * EACH + index % EACH
+    token = tl.arange(0, 8)[None, None, :]
+    value = tl.load(streams + token * (R * D) + index // EACH * D + channel, token < T, 0.0)
+    gain = 1.0 + tl.load(norm + index // EACH * D + channel).to(tl.float32)
+    line = tl.arange(0, 8 * SPLIT)
+    loaded = ()
+    for i in tl.static_range(STEPS):
+        for part in tl.static_range(R * SLICES):
+            place = line % 8 * (L + 16) + line // 8 * (STEPS * 32) + i * 32
+            sums = parts + part * (T * (L + 16)) + place[:, None] + chunk[None, :]
+            loaded = loaded + (tl.load(sums, (line % 8 < T)[:, None], 0.0),)  # noqa: RUF005
+    # the assembler would put the weights' loads off until the factors are there
+    tl.debug_barrier()
+    factors = ()
+    for stream in tl.static_range(R):
+        factors = factors + (  # noqa: RUF005
+            _factor(squares, stream, line % 8, T, D, SLICES, EPS)[:, None],
+        )
+    factor = _factor(squares, index // EACH, token, T, D, SLICES, EPS)
+    acc = tl.zeros((W, 16, 8), tl.float32)
+    for i in tl.static_range(STEPS):
+        low = _normed(loaded, factors, i * R * SLICES, R, SLICES)
+        low = (low * tl.sigmoid(low)).to(tl.bfloat16)
+        low = tl.broadcast_to(tl.reshape(low, (1, 8 * SPLIT, 32)), (TILES, 8 * SPLIT, 32))
+        low = arranged(tl.reshape(low, (8 * W, 32)), W)
+        acc = product(tiles[i], 1.0, (low,), acc, BF16, W)
+    gates = tl.sigmoid(tl.sum(tl.reshape(acc, (TILES, SPLIT, 16, 8)), axis=1))
+    normed = (value.to(tl.float32) * factor * gain).to(tl.bfloat16).to(tl.float32)
+    mean = tl.sum(tl.reshape(gates * normed, (TILES, R, EACH, 8)), axis=1) / R
+    own = first + tl.arange(0, TILES)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
+    tl.store(x + token * D + own, mean.to(x.dtype.element_ty), token < T)
+    if INJECT:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            _store_wanted(parts, squares, wanted, T, R, D, L, SLICES, EPS)
+
+
+@triton.jit
+def _store_wanted(
+    parts,
+    squares,
+    wanted,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    SLICES: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The injection weights of all rows."""
+    row, own = tl.arange(0, 8), tl.arange(0, R)
+    loaded = _load_parts(parts, row, L + own, T, L, 0, R * SLICES)
+    factors = ()
+    for stream in tl.static_range(R):
+        factors = factors + (_factor(squares, stream, row, T, D, SLICES, EPS)[:, None],)  # noqa: RUF005
+    logits = _normed(loaded, factors, 0, R, SLICES)
+    place = row[:, None] * R + own[None, :]
+    tl.store(wanted + place, 2.0 * tl.sigmoid(logits), (row < T)[:, None])
