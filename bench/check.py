@@ -15,9 +15,8 @@ import numpy as np
 
 from bench.operations import Inputs, Operation
 from bench.timing import abstract, copies, divide
-from qwen4jax.quant import BlockFp8, Nvfp4, ScaledTable
+from qwen4jax.quant import Quantized
 
-_STORED = (BlockFp8, Nvfp4, ScaledTable)
 _POISON = -123456789
 
 
@@ -33,11 +32,11 @@ def widen(tree: Any) -> Any:
     """Bfloat16 arrays as float32."""
 
     def one(x: Any) -> Any:
-        if isinstance(x, _STORED) or x.dtype != jnp.bfloat16:
+        if isinstance(x, Quantized) or x.dtype != jnp.bfloat16:
             return x
         return x.astype(jnp.float32)
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, _STORED))
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Quantized))
 
 
 def compile_judge(operation: Operation, static: Inputs, arrays: Inputs, out: Any) -> Any:

@@ -9,6 +9,7 @@ from qwen4jax.config import LINEAR, SPARSE, Config, ExpertFormat, Quantization
 from qwen4jax.decode.capacity import GB, MemoryPlan
 from qwen4jax.params import Params, init_params
 from qwen4jax.state import DecodeState, abstract_state, init_state
+from qwen4jax.weights.arrange import arrange
 
 # 16 heads of about 1.25 million rows stand in for the 51 GB table until it can stay on the host
 STAND_IN_ROWS = 1_250_000
@@ -46,8 +47,8 @@ def state_shapes(
 
 
 def build(config: Config, seed: int = 0) -> Params:
-    """Random parameters on the device."""
-    return jax.block_until_ready(init_params(config, seed))
+    """Random parameters on the device, in the order that `load` gives them."""
+    return jax.block_until_ready(arrange(init_params(config, seed)))
 
 
 def filled_state(config: Config, shapes: dict, context: int, seed: int = 1) -> DecodeState:

@@ -6,7 +6,7 @@ blocks), and the n-gram table of the released checkpoints (one scale for the who
 """
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from flax import struct
 
 NVFP4_GROUP = 16
 FP8_BLOCK = 128
+# of `TiledNvfp4`: what a warp of the experts' kernels reads in a step
+TILE_ROWS, TILE_COLUMNS = 16, 128
 
 
 class Nvfp4(struct.PyTreeNode):
@@ -46,6 +48,76 @@ class Nvfp4(struct.PyTreeNode):
         codes = jnp.stack([low, high], axis=-1).reshape(self.shape)
         scale = jnp.repeat(self.weight_scale.astype(jnp.float32), NVFP4_GROUP, axis=-1)
         return (codes * scale * self.weight_scale_2[..., None, None]).astype(dtype)
+
+
+class TiledNvfp4(struct.PyTreeNode):
+    """`Nvfp4` in the order in which the experts' kernels read it: tiles of 16 rows x 128 columns.
+
+    A tile is 1,024 bytes of codes and 128 of scales, each in one piece, where the rows of the
+    stored order are a whole row apart. The same bytes in another order: `stored` gives them back.
+
+    Attributes:
+        weight: uint8 [..., O/16, I/128, 16, 64].
+        weight_scale: float8_e4m3fn [..., O/16, I/128, 16, 8].
+        weight_scale_2: as of `Nvfp4`.
+        input_scale: as of `Nvfp4`.
+    """
+
+    weight: Any
+    weight_scale: Any
+    weight_scale_2: Any
+    input_scale: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices that are stood for."""
+        *lead, rows, columns, _, _ = self.weight.shape
+        return (*lead, rows * TILE_ROWS, columns * TILE_COLUMNS)
+
+    @classmethod
+    def of(cls, w: Nvfp4) -> Self:
+        """The tiles of stored matrices, whose shape `fits_tiles`."""
+        arrays = _tiles(w.weight), _tiles(w.weight_scale)
+        return cls(*arrays, w.weight_scale_2, w.input_scale)
+
+    def stored(self) -> Nvfp4:
+        """The matrices as a checkpoint has them."""
+        arrays = rows_of_tiles(self.weight), rows_of_tiles(self.weight_scale)
+        return Nvfp4(*arrays, self.weight_scale_2, self.input_scale)
+
+    def dequantize(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        """As of `Nvfp4`."""
+        return self.stored().dequantize(dtype)
+
+
+def fits_tiles(shape: tuple[int, ...]) -> bool:
+    """Whether matrices [..., O, I] are made of whole tiles."""
+    return shape[-2] % TILE_ROWS == 0 and shape[-1] % TILE_COLUMNS == 0
+
+
+def stored(tree: Any) -> Any:
+    """A tree with the order of a checkpoint everywhere."""
+    tiled = lambda w: isinstance(w, TiledNvfp4)  # noqa: E731
+    return jax.tree.map(lambda w: w.stored() if tiled(w) else w, tree, is_leaf=tiled)
+
+
+def _tiles(x: Any) -> Any:
+    """[..., O, n c] as [..., O/16, n, 16, c]; `c` is what 128 columns take."""
+    *lead, rows, columns = x.shape
+    width = columns * TILE_COLUMNS // _columns_of(x)
+    split = x.reshape(*lead, rows // TILE_ROWS, TILE_ROWS, columns // width, width)
+    return jnp.swapaxes(split, -3, -2)
+
+
+def rows_of_tiles(x: Any) -> Any:
+    """Codes or scales of `TiledNvfp4` in the order of `Nvfp4`."""
+    *lead, rows, columns, _, width = x.shape
+    return jnp.swapaxes(x, -3, -2).reshape(*lead, rows * TILE_ROWS, columns * width)
+
+
+def _columns_of(x: Any) -> int:
+    """Columns of the matrices whose codes or group scales `x` has."""
+    return x.shape[-1] * (2 if x.dtype == jnp.uint8 else NVFP4_GROUP)
 
 
 class BlockFp8(struct.PyTreeNode):
@@ -103,7 +175,7 @@ class ScaledTable(struct.PyTreeNode):
         return jax.lax.reduce_precision(value, 8, 7).astype(dtype)
 
 
-Quantized = Nvfp4 | BlockFp8 | ScaledTable
+Quantized = Nvfp4 | TiledNvfp4 | BlockFp8 | ScaledTable
 
 
 def take(w: Any, ids: jax.Array) -> Any:

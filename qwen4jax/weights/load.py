@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax.params import Params, Tensor, tensors
+from qwen4jax.weights.arrange import arrange
 from qwen4jax.weights.checkpoint import survey
 from qwen4jax.weights.draft import DraftForm, check_form, quantize_draft
 from qwen4jax.weights.names import leaves
@@ -154,6 +155,7 @@ def load_and_report(
     del arrays
     if draft_weights is not None:
         params = quantize_draft(params, draft_weights)
+    params = arrange(params)
     report = LoadReport(
         path=Path(path),
         tensors_read=len(reader.read),

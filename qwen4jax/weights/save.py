@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from qwen4jax.config import LINEAR, Config
 from qwen4jax.params import Params, declare
+from qwen4jax.weights.arrange import stored_leaves
 from qwen4jax.weights.directory import INDEX, SINGLE
 from qwen4jax.weights.formats import quantization_config
 from qwen4jax.weights.names import Naming, leaves
@@ -89,7 +90,7 @@ def _outputs(params: Params, naming: Naming) -> list[Output]:
     declared = dict(leaves(declare(params.config)))
     latest = _Latest()
     outputs = []
-    for path, leaf in leaves(params):
+    for path, leaf, read in stored_leaves(params):
         expected = declared[path]
         # FP8 block scales may be float32 as well
         wide = path.endswith(".weight_scale_inv") and leaf.dtype == np.float32
@@ -105,7 +106,7 @@ def _outputs(params: Params, naming: Naming) -> list[Output]:
                     piece.name,
                     label,
                     piece.shape,
-                    lambda leaf=leaf, where=piece.where: latest.on_host(leaf)[where],
+                    lambda read=read, where=piece.where: latest.on_host(read)[where],
                 )
             )
     for name, values in naming.hash_buffers():
@@ -117,12 +118,12 @@ class _Latest:
     """One leaf on the host at a time: its pieces are written one after the other."""
 
     def __init__(self):
-        self._leaf: jax.Array | None = None
+        self._read: Callable[[], jax.Array] | None = None
         self._array = np.empty(0)
 
-    def on_host(self, leaf: jax.Array) -> np.ndarray:
-        if leaf is not self._leaf:
-            self._leaf, self._array = leaf, np.asarray(leaf)
+    def on_host(self, read: Callable[[], jax.Array]) -> np.ndarray:
+        if read is not self._read:
+            self._read, self._array = read, np.asarray(read())
         return self._array
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization, RopeParameters
 from qwen4jax.params import Params, declare
+from qwen4jax.weights.arrange import arrange, stored_leaves
 from qwen4jax.weights.errors import CheckpointError
 from qwen4jax.weights.names import leaves
 from qwen4jax.weights.variants import as_found
@@ -137,7 +138,7 @@ def restore(path: str | Path, *, verify: bool = True) -> Params:
     if problems:
         raise CheckpointError(path, problems)
     ordered = [arrays[where] for where, _ in leaves(declared)]
-    return jax.tree.structure(declared).unflatten(ordered)
+    return arrange(jax.tree.structure(declared).unflatten(ordered))
 
 
 def _checkpointer() -> Any:
@@ -153,12 +154,13 @@ def _is_store(path: Path) -> bool:
 
 def _blocks(params: Params) -> Iterator[tuple[str, dict[str, jax.Array]]]:
     """(name, path -> array) for each layer and each other top-level part."""
-    blocks: dict[str, dict[str, jax.Array]] = {}
-    for path, array in leaves(params):
+    blocks: dict[str, dict[str, Callable[[], jax.Array]]] = {}
+    for path, _, read in stored_leaves(params):
         steps = path.split(".")
         name = ".".join(steps[:2]) if steps[0] == "layers" else steps[0]
-        blocks.setdefault(name, {})[path] = array
-    yield from blocks.items()
+        blocks.setdefault(name, {})[path] = read
+    for name, block in blocks.items():
+        yield name, {path: read() for path, read in block.items()}
 
 
 def _describe(array: jax.Array) -> dict[str, Any]:

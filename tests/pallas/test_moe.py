@@ -16,6 +16,11 @@ E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def values(stored) -> np.ndarray:
     """The matrices that a stored form stands for, by its definition."""
+    if isinstance(stored, quant.TiledNvfp4):
+        # [..., 16 rows, 128 columns] of tiles of rows and tiles of columns
+        arrays = (np.swapaxes(np.asarray(x), -3, -2) for x in (stored.weight, stored.weight_scale))
+        rows = [x.reshape(*x.shape[:-4], -1, x.shape[-2] * x.shape[-1]) for x in arrays]
+        stored = quant.Nvfp4(*rows, stored.weight_scale_2)
     if isinstance(stored, quant.Nvfp4):
         packed = np.asarray(stored.weight)
         code = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stored.shape)
@@ -96,7 +101,8 @@ def test_nvfp4_products_are_exact_in_the_kernel():
         hidden = np.zeros((tokens, columns), ml_dtypes.bfloat16)
         hidden[np.arange(tokens), 16 * np.arange(tokens) + code] = 1.0
         ids, share = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
-        stored = (packed, scales, down.weight_scale_2)
+        tiles = quant.TiledNvfp4.of(down)
+        stored = np.asarray(tiles.weight), np.asarray(tiles.weight_scale), down.weight_scale_2
         outs = [((1,), jnp.int32), ((tokens, rows), jnp.float32), ((tokens, rows), jnp.float32)]
         _, parts, got = interpret(
             down_kernel,

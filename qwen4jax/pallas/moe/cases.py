@@ -1,11 +1,10 @@
 """Cases of the mixture of experts."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax import quant
-from qwen4jax.pallas.cases import BF16, F32, Case, integers, normal, weight
+from qwen4jax.pallas.cases import BF16, F32, Case, integers, normal, stored, weight
 from qwen4jax.pallas.moe import Shared
 
 
@@ -22,29 +21,14 @@ def _tied(rng):
     return jnp.asarray(steps, F32)
 
 
-def _stored(rng, shape, form, dtype):
-    """Random matrices in a stored form, of the size `weight` gives."""
+def _matrices(rng, shape, form, dtype):
+    """Random matrices; NVFP4 as the kernels read it, where it has the shape for it."""
     if form == "plain":
         return weight(rng, shape, dtype)
-    parts = {}
-    for name, (part, kind) in quant.stored_form(form, tuple(shape), "bfloat16").items():
-        if kind == "uint8":
-            if np.prod(part) > 1 << 22:
-                parts[name] = jax.random.bits(
-                    jax.random.key(int(rng.integers(1 << 31))), part, "uint8"
-                )
-            else:
-                parts[name] = jnp.asarray(rng.integers(0, 256, part), jnp.uint8)
-        elif name == "weight":
-            parts[name] = normal(rng, part).astype(kind)
-        elif name == "weight_scale":
-            parts[name] = jnp.asarray(rng.choice([0.5, 1.0, 2.0], part), F32).astype(kind)
-        elif name == "input_scale":
-            parts[name] = jnp.ones(part, kind)
-        else:
-            scale = shape[-1] ** -0.5 / (3 if form == "nvfp4" else 1)
-            parts[name] = jnp.asarray(rng.uniform(0.5, 2, part) * scale).astype(kind)
-    return quant.FORMS[form](**parts)
+    w = stored(rng, shape, form)
+    if form == "nvfp4" and quant.fits_tiles(shape):
+        return quant.TiledNvfp4.of(w)
+    return w
 
 
 def _experts(
@@ -73,8 +57,8 @@ def _experts(
             x=normal(rng, (tokens, hidden), dtype),
             ids=integers(ids),
             weights=jnp.asarray(shares / shares.sum(1, keepdims=True), F32),
-            gate_up=_stored(rng, (experts, 2, width, hidden), form, dtype),
-            down=_stored(rng, (experts, hidden, width), form, dtype),
+            gate_up=_matrices(rng, (experts, 2, width, hidden), form, dtype),
+            down=_matrices(rng, (experts, hidden, width), form, dtype),
         )
 
     return Case("experts", name, build, device_only)

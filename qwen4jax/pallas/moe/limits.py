@@ -22,7 +22,7 @@ _MOST_STEPS = 24
 
 def form(w) -> str | None:
     """The stored form of experts' matrices, if the kernels take it."""
-    if isinstance(w, quant.Nvfp4):
+    if isinstance(w, quant.TiledNvfp4):
         return "nvfp4"
     if isinstance(w, quant.BlockFp8):
         return "fp8"
@@ -50,7 +50,7 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """What keeps the Triton kernels from these arguments, if anything."""
     stored = form(gate_up)
     if stored is None or form(down) != stored:
-        return "is for experts in NVFP4, FP8 or bfloat16, both matrices alike"
+        return "is for experts in tiled NVFP4, FP8 or bfloat16, both matrices alike"
     if x.dtype != jnp.bfloat16:
         return f"is for bfloat16 tokens, these are {x.dtype}"
     if x.shape[0] > MOST_TOKENS:

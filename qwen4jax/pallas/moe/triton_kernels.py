@@ -15,8 +15,8 @@ from qwen4jax.pallas.moe.triton_sum import combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # steps whose weights are asked for ahead of use
-GATE_UP_AHEAD = 2
-DOWN_AHEAD = 3
+GATE_UP_AHEAD = 1
+DOWN_AHEAD = 2
 # columns of a program that adds up the choices
 COMBINE = 512
 
@@ -159,7 +159,7 @@ def _listed(ids, experts_):
 
 def _parts(w):
     """The stored arrays of experts' matrices: weights, scales, scales of matrices."""
-    if isinstance(w, quant.Nvfp4):
+    if isinstance(w, quant.TiledNvfp4):
         return w.weight, w.weight_scale, w.weight_scale_2
     if isinstance(w, quant.BlockFp8):
         return w.weight, w.weight_scale_inv, w.weight_scale_inv

@@ -1,0 +1,94 @@
+"""Experts in the order that the kernels read, and back in that of a checkpoint."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qwen4jax import quant
+from qwen4jax.config import Config, Quantization
+from qwen4jax.params import Params, init_params
+from qwen4jax.weights import arrange
+from qwen4jax.weights.load import load
+from qwen4jax.weights.save import save
+from qwen4jax.weights.store import restore, store
+
+# experts of 128 x 128 are whole tiles, of 16 x 32 they are not
+CONFIG = Config.tiny(
+    hidden_size=128,
+    moe_intermediate_size=128,
+    quantization=Quantization(experts="nvfp4"),
+    dtype="bfloat16",
+)
+
+
+def drawn(lead: tuple[int, ...], rows: int, columns: int) -> quant.Nvfp4:
+    rng = np.random.default_rng(0)
+    return quant.Nvfp4(
+        rng.integers(0, 256, (*lead, rows, columns // 2), np.uint8),
+        rng.integers(0, 256, (*lead, rows, columns // 16), np.uint8).view(ml_dtypes.float8_e4m3fn),
+        rng.random(lead, np.float32),
+        np.ones(lead, np.float32),
+    )
+
+
+def bits(tree: Params | quant.Nvfp4) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_a_tile_holds_sixteen_rows_of_a_hundred_and_twenty_eight_columns():
+    w = drawn((2, 3), 48, 384)
+    tiles = quant.TiledNvfp4.of(w)
+    assert tiles.shape == w.shape == (2, 3, 48, 384)
+    for row, column in ((0, 0), (1, 2), (2, 1)):
+        rows = slice(16 * row, 16 * row + 16)
+        codes = w.weight[1, 2, rows, 64 * column : 64 * column + 64]
+        scales = w.weight_scale[1, 2, rows, 8 * column : 8 * column + 8]
+        np.testing.assert_array_equal(tiles.weight[1, 2, row, column], codes)
+        found = np.asarray(tiles.weight_scale[1, 2, row, column])
+        np.testing.assert_array_equal(found.view(np.uint8), scales.view(np.uint8))
+    assert bits(tiles.stored()) == bits(w)
+    assert jnp.array_equal(tiles.dequantize(), w.dequantize(), equal_nan=True)
+
+
+def test_one_expert_of_tiles_is_that_expert():
+    w = drawn((4,), 16, 128)
+    one = quant.take(quant.TiledNvfp4.of(w), jnp.int32(2))
+    expected = quant.take(w, jnp.int32(2)).dequantize()
+    assert jnp.array_equal(one.dequantize(), expected, equal_nan=True)
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> Params:
+    """A model as it would be on a GPU, where its memory is given up: here it is not."""
+    monkeypatch.setattr(arrange, "_tile", quant.TiledNvfp4.of)
+    return arrange.tiled(init_params(CONFIG))
+
+
+def test_whole_tiles_only_and_experts_only(tiled: Params):
+    matrices = tiled.layers[0].mlp.experts.gate_up_proj
+    assert isinstance(matrices, quant.TiledNvfp4)
+    small = Config.tiny(quantization=Quantization(experts="nvfp4"))
+    plain = arrange.tiled(init_params(small)).layers[0].mlp.experts.gate_up_proj
+    assert isinstance(plain, quant.Nvfp4)
+    assert bits(quant.stored(tiled)) == bits(init_params(CONFIG))
+
+
+def test_on_a_cpu_and_in_float32_nothing_is_rearranged():
+    params = init_params(CONFIG)
+    assert arrange.arrange(params) is params
+
+
+@pytest.mark.parametrize("form", ["safetensors", "orbax"])
+def test_what_is_written_is_the_order_of_a_checkpoint(tiled: Params, form: str, tmp_path: Path):
+    if form == "orbax":
+        store(tiled, tmp_path / "model")
+        again = restore(tmp_path / "model")
+    else:
+        save(tiled, tmp_path / "model")
+        again = load(tmp_path / "model", progress=False)
+    assert jax.tree.structure(again) == jax.tree.structure(init_params(CONFIG))
+    assert bits(again) == bits(init_params(CONFIG))
