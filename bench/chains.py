@@ -41,7 +41,7 @@ def step(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Streams, injection weights and input of the sublayer after one whose output is `y`."""
-    streams, x, given, _ = boundary(
+    streams, x, given = boundary(
         streams, (inject, y), **weights, eps=1e-6, implementation=implementation
     )
     assert given is not None

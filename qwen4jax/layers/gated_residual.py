@@ -48,7 +48,7 @@ def read(
             x, inject, gates = mix(streams, *weights, eps=config.rms_norm_eps)
             capture("read_gate", gates)
         else:
-            streams, x, inject, _ = boundary(*residual, *weights, eps=config.rms_norm_eps)
+            streams, x, inject = boundary(*residual, *weights, eps=config.rms_norm_eps)
     assert inject is not None
     capture("inject", inject)
     return x, inject, streams

@@ -16,8 +16,9 @@ FASTEST: dict[str, dict[str, Rows]] = {
     r"H200": {
         "skinny_matmul": _FEW_TRITON,
         "skinny_matmul.projections": _FEW_TRITON,
-        # a Mosaic kernel is faster alone, but brings a memset and is compiled call by call
-        "gated_residual.boundary": _FEW_TRITON,
+        # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
+        # a round is compiled by itself
+        "gated_residual.boundary": ((8, ("triton_few", "triton")), (_DECODE, ("triton",))),
         "moe.route": _TRITON,
         "moe.experts": _TRITON,
         "index_score": _TRITON,

@@ -3,15 +3,13 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from qwen4jax.pallas.gated_residual import reference
 from qwen4jax.pallas.registry import Kernel, Operation
 
 # above these the products are large enough for cuBLAS
 MOST_ROWS = 128
-# above these each program would read more activations than weights
-MOST_FUSED_ROWS = 32
 
 
 def _refuses(streams: Any, pending: Any, norm: Any, down: Any, *_: Any, **__: Any) -> str | None:
@@ -51,18 +49,6 @@ def _refuses_few(
     return None
 
 
-def _refuses_fused(
-    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
-) -> str | None:
-    if reason := _refuses(streams, pending, norm, down):
-        return reason
-    if streams.shape[0] * streams.shape[1] > MOST_FUSED_ROWS:
-        return f"takes up to {MOST_FUSED_ROWS} rows"
-    if streams.shape[2] > 4 or down.shape[0] > 384:
-        return "takes up to 4 streams and ranks of up to 384: gates' weights lie in shared memory"
-    return None
-
-
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
 _HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
 
@@ -80,11 +66,6 @@ BOUNDARY = Operation(
             needs=("triton",),
             refuses=_refuses_few,
         ),
-        "triton_fused": Kernel(
-            "qwen4jax.pallas.gated_residual.triton_fused.boundary",
-            needs=("triton",),
-            refuses=_refuses_fused,
-        ),
         "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
     },
 )
@@ -101,13 +82,11 @@ def boundary(
     inject: Float[Array, "R RD"] | None,
     *,
     eps: float,
-    barrier: Int32[Array, " 4"] | None = None,
     implementation: str | None = None,
 ) -> tuple[
     Float[Array, "B T R D"],
     Float[Array, "B T D"],
     Float[Array, "B T R"] | None,
-    Int32[Array, " 4"] | None,
 ]:
     """From one sublayer to the next: `update` with the last output, then `mix`.
 
@@ -120,18 +99,15 @@ def boundary(
         up: back from it.
         inject: projection to the injection weights; None for the final mixer.
         eps: of the norm.
-        barrier: counters that programs of one launch wait at, zero before and after. They are
-            given up: hand those that are returned to the next call. With None a kernel that needs
-            them makes its own, which costs a launch.
         implementation: see `BOUNDARY`; by default the fastest.
 
     Returns:
         The streams with the update in them, rounded to their dtype before the norm reads them;
-        `mix`'s input and injection weights of them; the counters, None if none were given.
+        `mix`'s input and injection weights of them.
     """
     rows = streams.shape[0] * streams.shape[1]
     arrays = streams, pending, norm, down, up, inject
-    return BOUNDARY.run(implementation, rows, *arrays, eps=eps, barrier=barrier)
+    return BOUNDARY.run(implementation, rows, *arrays, eps=eps)
 
 
 def mix(

@@ -59,7 +59,7 @@ def cut(hidden: int, rank: int) -> Cut:
     return Cut(1, warps, 16, 2 if rank % 64 == 0 else 1)
 
 
-def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None, how: Any = None):
+def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
@@ -112,7 +112,6 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None, how
         streams if pending is None else new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
         None if inject is None else wanted.reshape(batch, time, count),
-        barrier,
     )
 
 

@@ -27,7 +27,7 @@ _EXTRA = 16
 _CHANNELS = 16
 
 
-def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None):
+def boundary(streams, pending, norm, down, up, inject, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
@@ -67,7 +67,6 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, barrier=None):
         new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
         None if inject is None else weights.reshape(batch, time, count),
-        barrier,
     )
 
 
