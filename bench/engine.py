@@ -54,7 +54,7 @@ def rate(params: Params, context: int, groups: int) -> dict:
     engine.state = engine.state.replace(length=jnp.full(1, context, jnp.int32))
     through, bare = [], []
     for _ in range(groups):
-        began = time.perf_counter()
+        began, given = time.perf_counter(), 0
         for _ in range(GROUP):
             given = sum(len(delta.token_ids) for delta in engine.advance())
         jax.block_until_ready(engine.state)

@@ -265,6 +265,7 @@ def _chained(
 
 def _best(params: Params, hidden: Float[Array, "S 1 D"]) -> Any:
     """The likeliest token of each slot, the lowest id among equals."""
-    own = params.mtp is not None and params.mtp.lm_head is not None
-    logits = draft_logits(params.mtp, hidden) if own else head(params, hidden)
+    drafting = params.mtp
+    own = drafting is not None and drafting.lm_head is not None
+    logits = draft_logits(drafting, hidden) if own else head(params, hidden)
     return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
