@@ -266,6 +266,8 @@ def _chained(
 def _best(params: Params, hidden: Float[Array, "S 1 D"]) -> Any:
     """The likeliest token of each slot, the lowest id among equals."""
     drafting = params.mtp
-    own = drafting is not None and drafting.lm_head is not None
-    logits = draft_logits(drafting, hidden) if own else head(params, hidden)
+    if drafting is None or drafting.lm_head is None:
+        logits = head(params, hidden)
+    else:
+        logits = draft_logits(drafting, hidden)
     return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
