@@ -38,12 +38,19 @@ TUNING = (
 )
 
 
+def _stored(config: str) -> str:
+    """What of a line's configuration says how keys, values and draft head are stored."""
+    return " ".join(part for part in config.split() if part.startswith(("kv=", "draft_weights=")))
+
+
 def rounds(device: str) -> str:
     """Every line of `decode.jsonl` in Markdown."""
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
-    rows = ["| " + " | ".join(title for _, title in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    titles = [*(title for _, title in COLUMNS), "stored"]
+    rows = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for record in map(json.loads, lines):
-        rows.append("| " + " | ".join(str(record[key]) for key, _ in COLUMNS) + " |")
+        cells = [*(str(record[key]) for key, _ in COLUMNS), _stored(record["config"])]
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
