@@ -1,6 +1,6 @@
 """Where a round's time goes against the bytes it must move: a table and a picture.
 
-    python -m bench.roofline                 # the newest measured line with resolved parts
+    python -m bench.roofline                 # the newest measured line of batch 1, 64k, N = 3
     python -m bench.roofline --floor-only    # design arithmetic alone, no measurement
 
 The floor of a part is its bytes over 4.3 TB/s, the rate at which a long kernel reads on an H200;
@@ -86,12 +86,19 @@ def picture(record: dict, file: Path) -> None:
     plt.close(figure)
 
 
-def newest(device: str) -> dict:
-    """The last result line of a device whose parts are resolved."""
+def newest(device: str, batch: int = 1, context: int = 65536, draft: int = 3) -> dict:
+    """The last result line of a device, for these sizes, whose parts are resolved."""
+    sizes = dict(batch=batch, context=context, draft=draft)
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
-    measured = [r for r in map(json.loads, lines) if r["parts_ms"]]
+    measured = [
+        r
+        for r in map(json.loads, lines)
+        if r["parts_ms"] and all(r[name] == n for name, n in sizes.items())
+    ]
     if not measured:
-        raise SystemExit(f"{RESULTS / device / 'decode.jsonl'}: no line has measured parts")
+        raise SystemExit(
+            f"{RESULTS / device / 'decode.jsonl'}: no line of {sizes} has measured parts"
+        )
     return measured[-1]
 
 
@@ -110,7 +117,7 @@ def main() -> None:
         parts = floor_parts(config, batch=args.batch, context=args.context, drafts=args.draft)
         print(floor_table(parts))
         return
-    record = newest(args.device)
+    record = newest(args.device, args.batch, args.context, args.draft)
     print(table(record))
     file = RESULTS / args.device / "roofline.png"
     picture(record, file)
