@@ -56,3 +56,18 @@ def _missing_gpu(config: pytest.Config, kind: str = "") -> str | None:
     if found.platform != "gpu" or kind not in found.device_kind:
         return f"{wanted}: JAX found {found.device_kind}"
     return None
+
+
+# a process may have 65,530 mappings, and every program that XLA's CPU compiler makes takes some
+_MANY_MAPPINGS = 40_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_mappings():
+    """Compiled programs are dropped before so many are held that the next cannot be mapped."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
