@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from qwen4jax.config import Config
 from qwen4jax.forward_pass import forward
 from qwen4jax.params import Params, declare, init_params
-from qwen4jax.quant import Nvfp4
+from qwen4jax.quant import Nvfp4, TiledNvfp4
 
 Variables = Mapping[str, Any]
 
@@ -80,9 +80,16 @@ def from_variables(config: Config, variables: Variables) -> Params:
     given = _flat(variables["params"])
 
     def as_given(path: Any, node: Any) -> Any:
+        if not isinstance(node, Nvfp4):
+            return node
+        name = ".".join(_names(path))
         # a checkpoint for 4-bit weights alone has no input scales
-        if isinstance(node, Nvfp4) and ".".join([*_names(path), "input_scale"]) not in given:
-            return dataclasses.replace(node, input_scale=None)
+        if f"{name}.input_scale" not in given:
+            node = dataclasses.replace(node, input_scale=None)
+        # `load` has put experts in tiles on a GPU
+        codes = given.get(f"{name}.weight")
+        if codes is not None and len(codes.shape) == len(node.shape) + 2:
+            node = jax.eval_shape(TiledNvfp4.of, _shapes(node))
         return node
 
     declared = jax.tree.map_with_path(
@@ -111,6 +118,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = _flat(node, f"{prefix}{name}.") if isinstance(node, Mapping) else None
         found |= {prefix + name: node} if inner is None else inner
     return found
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _names(path: Any) -> list[str]:

@@ -84,12 +84,13 @@ def shardings(
     tree = declare(model) if isinstance(model, Config) else model
     declared = jax.tree.leaves_with_path(declare(tree.config))
     axes = {jax.tree_util.keystr(path): tensor.axes for path, tensor in declared}
-    return jax.tree.map_with_path(
-        lambda path, leaf: _placement(
-            _name(path), axes[jax.tree_util.keystr(path)], leaf.shape, mesh, rules
-        ),
-        tree,
-    )
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        own = axes[jax.tree_util.keystr(path)]
+        # `quant.TiledNvfp4`: tiles stand at the place of rows and columns, each whole on a device
+        return _placement(_name(path), own, leaf.shape[: len(own)], mesh, rules)
+
+    return jax.tree.map_with_path(place, tree)
 
 
 def state_shardings(

@@ -25,6 +25,7 @@ from qwen4jax.decode.stopping import Controls
 from qwen4jax.pallas import registry
 from qwen4jax.params import declare
 from qwen4jax.state import abstract_state
+from qwen4jax.weights.arrange import tiled
 
 
 def main(target: str, index_share: str) -> None:
@@ -45,7 +46,8 @@ def main(target: str, index_share: str) -> None:
         ablation=Ablation(index_share=index_share),
     )
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)  # noqa: E731
-    params = jax.tree.map(place, declare(config))
+    # in the order that `load` gives the experts on a GPU
+    params = jax.tree.map(place, jax.eval_shape(tiled, jax.tree.map(place, declare(config))))
     state = jax.tree.map(place, abstract_state(config, slots=1, max_length=16384, drafts=3))
     controls = Controls(
         max_length=place(jnp.zeros(1, jnp.int32)), stop_ids=place(jnp.zeros((1, 4), jnp.int32))
@@ -74,6 +76,8 @@ def main(target: str, index_share: str) -> None:
                 "largest_copy": max(copies, default=0),
                 "sorts": len(re.findall(r"\ssort\(", hlo)),
                 "selections": len(re.findall(r"\] index_topk_", plan)),
+                "layers": config.num_hidden_layers,
+                "experts": len(re.findall(r"\] experts_down_nvfp4_", plan)),
                 "scorings": len(re.findall(r"\] index_score_", plan)),
                 "state_bytes": held,
                 "aliased_bytes": memory.alias_size_in_bytes,

@@ -48,6 +48,8 @@ def test_round_program(index_share: str, largest_copy: int, selections: int, tmp
     # the burst's copy to the host, and what is left of the slots' numbers
     assert set(found["outside"]) <= {"kAsyncStart", "kAsyncDone", "kCopy"}
     assert found["kernels"] > 0
+    # every layer's experts are read by the kernel, whose tiles `load` makes
+    assert found["experts"] == found["layers"]
     # every state buffer is updated in place, no weight is copied
     assert found["aliased_bytes"] >= found["state_bytes"]
     assert found["largest_copy"] <= largest_copy

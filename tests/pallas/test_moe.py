@@ -19,8 +19,8 @@ def values(stored) -> np.ndarray:
     if isinstance(stored, quant.TiledNvfp4):
         # [..., 16 rows, 128 columns] of tiles of rows and tiles of columns
         arrays = (np.swapaxes(np.asarray(x), -3, -2) for x in (stored.weight, stored.weight_scale))
-        rows = [x.reshape(*x.shape[:-4], -1, x.shape[-2] * x.shape[-1]) for x in arrays]
-        stored = quant.Nvfp4(*rows, stored.weight_scale_2)
+        codes, scales = (x.reshape(*x.shape[:-4], -1, x.shape[-2] * x.shape[-1]) for x in arrays)
+        stored = quant.Nvfp4(codes, scales, stored.weight_scale_2)
     if isinstance(stored, quant.Nvfp4):
         packed = np.asarray(stored.weight)
         code = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stored.shape)

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from qwen4jax import quant
 from qwen4jax.config import Config, Quantization
+from qwen4jax.linen import from_variables, to_variables
 from qwen4jax.params import Params, init_params
+from qwen4jax.sharding import shardings
 from qwen4jax.weights import arrange
 from qwen4jax.weights.load import load
 from qwen4jax.weights.save import save
@@ -62,10 +65,17 @@ def test_one_expert_of_tiles_is_that_expert():
 
 
 @pytest.fixture
-def tiled(monkeypatch: pytest.MonkeyPatch) -> Params:
-    """A model as it would be on a GPU, where its memory is given up: here it is not."""
-    monkeypatch.setattr(arrange, "_tile", quant.TiledNvfp4.of)
+def tiled() -> Params:
+    """A model as it would be on a GPU."""
     return arrange.tiled(init_params(CONFIG))
+
+
+def test_what_is_rearranged_is_given_up():
+    w = jax.tree.map(jnp.asarray, drawn((2,), 16, 128))
+    expected = bits(quant.TiledNvfp4.of(w))
+    assert bits(arrange._in_place(w)) == expected
+    assert w.weight.is_deleted()
+    assert w.weight_scale.is_deleted()
 
 
 def test_whole_tiles_only_and_experts_only(tiled: Params):
@@ -75,6 +85,22 @@ def test_whole_tiles_only_and_experts_only(tiled: Params):
     plain = arrange.tiled(init_params(small)).layers[0].mlp.experts.gate_up_proj
     assert isinstance(plain, quant.Nvfp4)
     assert bits(quant.stored(tiled)) == bits(init_params(CONFIG))
+
+
+def test_a_flax_variable_dict_takes_tiles(tiled: Params):
+    back = from_variables(CONFIG, to_variables(tiled))
+    assert jax.tree.structure(back) == jax.tree.structure(tiled)
+    assert bits(back) == bits(tiled)
+
+
+def test_whole_experts_in_tiles_go_to_devices(tiled: Params):
+    found = shardings(tiled, AbstractMesh((2,), ("model",))).layers[0].mlp.experts.down_proj
+    assert isinstance(found, quant.TiledNvfp4)
+    assert found.weight.spec == PartitionSpec("model", None, None)
+    matrices = tiled.layers[0].mlp.experts.down_proj
+    assert isinstance(matrices, quant.TiledNvfp4)
+    codes = matrices.weight
+    assert found.weight.shard_shape(codes.shape) == (codes.shape[0] // 2, *codes.shape[1:])
 
 
 def test_on_a_cpu_and_in_float32_nothing_is_rearranged():

@@ -4,12 +4,14 @@ import jax
 import numpy as np
 import pytest
 
+from qwen4jax import generate
 from qwen4jax.params import declare
 from qwen4jax.weights import quantize
 from qwen4jax.weights.draft import quantize_draft
 from qwen4jax.weights.embedded import embedded_checkpoint
 from qwen4jax.weights.load import load
 from qwen4jax.weights.save import save
+from tests.decode.small import DRAWN, GREEDY, ids, params
 
 
 @pytest.mark.parametrize(("form", "error"), [("fp8", 0.04), ("nvfp4", 0.2)])
@@ -40,3 +42,14 @@ def test_fp8_is_as_the_numpy_quantiser_makes_it():
 def test_another_form_is_refused():
     with pytest.raises(ValueError, match="draft_weights: 'int4'"):
         load(embedded_checkpoint(), draft_weights="int4", progress=False)
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_output_ids_do_not_depend_on_the_drafts_weights(form):
+    """The model checks every draft: greedy and drawn, alone and in a batch."""
+    prompts, sampling = [ids(9), ids(14)], [GREEDY, DRAWN]
+    made = quantize_draft(params(), form)
+    assert not np.array_equal(made.mtp.lm_head.dequantize(), params().lm_head)
+    found = generate(made, prompts, sampling=sampling)
+    expected = generate(params(), prompts, sampling=sampling)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]

@@ -8,9 +8,9 @@ reshapes and permutes below only rename registers; there is no shared memory and
 
 A step of a warp takes a chunk of 64 bytes of each row: 128 columns of NVFP4, 64 of FP8, 32 of
 bfloat16. Those of NVFP4 lie in one piece (`quant.TiledNvfp4`): read a row apart from each other
-they come at 2.2 TB/s instead of 3.3, whatever is asked for ahead. Lane 4 r + t of a warp has rows r
-and r + 8 of the tile. Of NVFP4 it has columns 32 t to 32 t + 31 of a chunk: two scale groups, so
-that two bytes of scales serve its 32 values.
+they come at 2.0 TB/s instead of 2.8 (32 tokens), whatever is asked for ahead. Lane 4 r + t of a
+warp has rows r and r + 8 of the tile. Of NVFP4 it has columns 32 t to 32 t + 31 of a chunk: two
+scale groups, so that two bytes of scales serve its 32 values.
 """
 
 import triton
