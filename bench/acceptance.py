@@ -12,6 +12,10 @@ A small model that is always given its likeliest token soon ends in a loop, whic
 hence many starts and few rounds. Every line says how many rows are in a loop all the same, and what
 rounds gave before that: a row is in a loop from where it repeats what stood up to `PERIOD` tokens
 before, to its end and at least twice over.
+
+`--drafts stored,fp8,nvfp4:256` does it for the draft head in each form, the last with the 256
+lowest ids only. The prompts are then fed again for each, since the draft head's keys and values
+come of its weights.
 """
 
 import argparse
@@ -34,10 +38,12 @@ from qwen4jax.decode.sampling import Row as Request
 from qwen4jax.decode.sampling import make_controls
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state
+from qwen4jax.weights.draft import lighten_draft
 
 TINY = Path(__file__).parent.parent / "checkpoints" / "tiny"
 NAME = "acceptance.jsonl"
 MODES = ("share", "share_frozen", "fresh")
+FORMS = ("stored", "fp8", "nvfp4")
 DRAFTS = 3
 # ids of a text from one start to the next
 STRIDE = 64
@@ -174,31 +180,73 @@ def main(arguments: list[str] | None = None) -> None:
         default="512:32:6:14,2048:16:12:14,8192:8:20:16",
         help="context:texts:starts:rounds, comma-separated",
     )
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--modes", type=_some_of(MODES), default=",".join(MODES))
+    parser.add_argument("--drafts", type=_drafts, default="stored")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--out", help="folder of results")
     options = parser.parse_args(arguments)
     sizes = [tuple(map(int, size.split(":"))) for size in options.sizes.split(",")]
-    params = load(options.model, dtype=options.dtype, progress=False)
+    stored = load(options.model, dtype=options.dtype, progress=False)
     ids = np.load(options.text / "heldout.npy")
-    modes = options.modes.split(",")
-    all_rows: dict[str, list[Row]] = {mode: [] for mode in modes}
+    ways = [(form, mode) for form in options.drafts for mode in options.modes]
+    all_rows: dict[tuple[str, str], list[Row]] = {way: [] for way in ways}
     for context, texts, starts, rounds in sizes:
-        began = time.monotonic()
-        rows = starts_of(params, ids, (context, texts, starts, rounds), modes)
-        seconds = round(time.monotonic() - began, 1)
-        for mode in modes:
-            line = {"index_share": mode, "context": context, "dtype": options.dtype}
-            line |= {"texts": texts, "starts": starts} | line_of(rows[mode])
-            line |= {"same_ids": same_ids(rows[modes[0]], rows[mode]), "seconds": seconds}
-            print(json.dumps(line), flush=True)
-            record.append([line | record.stamp()], NAME, options.out)
-            all_rows[mode] += rows[mode]
+        found: dict[tuple[str, str], list[Row]] = {}
+        for form in options.drafts:
+            params = lighten_draft(stored, *_form_and_vocab(form))
+            began = time.monotonic()
+            rows = starts_of(params, ids, (context, texts, starts, rounds), options.modes)
+            seconds = round(time.monotonic() - began, 1)
+            for mode in options.modes:
+                found[form, mode] = rows[mode]
+                line = _named(form, mode, context, options.dtype)
+                line |= {"texts": texts, "starts": starts} | line_of(rows[mode])
+                line |= {"same_ids": same_ids(found[ways[0]], rows[mode]), "seconds": seconds}
+                _keep(line, options.out)
+        for way in ways:
+            all_rows[way] += found[way]
     contexts = [context for context, *_ in sizes]
-    for mode, rows in all_rows.items():
-        line = {"index_share": mode, "context": contexts, "dtype": options.dtype} | line_of(rows)
-        print(json.dumps(line), flush=True)
-        record.append([line | record.stamp()], NAME, options.out)
+    for (form, mode), rows in all_rows.items():
+        _keep(_named(form, mode, contexts, options.dtype) | line_of(rows), options.out)
+
+
+def _named(form: str, mode: str, context: Any, dtype: str) -> dict:
+    """What a line is of."""
+    line = {"index_share": mode, "context": context, "dtype": dtype}
+    return line if form == "stored" else line | {"drafts": form}
+
+
+def _keep(line: dict, out: str | None) -> None:
+    print(json.dumps(line), flush=True)
+    record.append([line | record.stamp()], NAME, out)
+
+
+def _form_and_vocab(text: str) -> tuple[Any, int | None]:
+    """The form, None as stored, and the number of ids, None for all."""
+    form, _, vocab = text.partition(":")
+    if form not in FORMS:
+        raise argparse.ArgumentTypeError(f"{form!r} is not one of {', '.join(FORMS)}")
+    return None if form == "stored" else form, int(vocab) if vocab else None
+
+
+def _drafts(text: str) -> list[str]:
+    """The argument, checked."""
+    forms = text.split(",")
+    for form in forms:
+        _form_and_vocab(form)
+    return forms
+
+
+def _some_of(known: tuple[str, ...]) -> Any:
+    """Type of an argument that lists some of `known`."""
+
+    def parse(text: str) -> list[str]:
+        named = text.split(",")
+        if unknown := set(named) - set(known):
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)} not in {', '.join(known)}")
+        return named
+
+    return parse
 
 
 if __name__ == "__main__":

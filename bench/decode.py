@@ -59,7 +59,12 @@ RESULTS = Path(__file__).parent / "results"
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.config == "flash_next":
-        config = released_config(layers=args.layers, experts=args.experts, draft=args.draft_weights)
+        config = released_config(
+            layers=args.layers,
+            experts=args.experts,
+            draft=args.draft_weights,
+            draft_vocab=args.draft_vocab,
+        )
     else:
         config = Config.tiny(quantization=Quantization(experts=args.experts))
     runs = [Run(one, config) for one in scenarios(args)]
@@ -182,7 +187,8 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     return {
         "config": f"{args.config} layers={config.num_hidden_layers} experts={args.experts}"
         f" index_share={args.index_share} kv={args.kv}"
-        + (f" draft_weights={args.draft_weights}" if args.draft_weights != "bf16" else ""),
+        + (f" draft_weights={args.draft_weights}" if args.draft_weights != "bf16" else "")
+        + (f" draft_vocab={args.draft_vocab}" if args.draft_vocab else ""),
         "devices": 1,
         "batch": batch,
         "context": args.context,
@@ -295,6 +301,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--draft-weights", choices=("nvfp4", "fp8", "bf16"), default="bf16", help="of flash_next"
     )
+    parser.add_argument("--draft-vocab", type=int, help="ids that are drafted, of flash_next")
     parser.add_argument("--kv", choices=("bf16", "e4m3"), default="bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=65536)

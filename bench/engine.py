@@ -25,7 +25,6 @@ from bench.record import append, stamp
 from bench.released import build, released_config
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode.batching import Engine
-from qwen4jax.decode.burst import empty
 from qwen4jax.decode.call import Call
 from qwen4jax.decode.round import next_round
 from qwen4jax.decode.sampling import Sampling
@@ -51,7 +50,8 @@ def rate(params: Params, context: int, groups: int) -> dict:
     engine.admit(0, requests[0])
     while engine.rounds < 8:
         list(engine.advance())
-    engine.state = engine.state.replace(length=jnp.full(1, context, jnp.int32))
+    # from arrays that are there, whose place the compiled programs know
+    engine.state = engine.state.replace(length=0 * engine.state.length + context)
     through, bare = [], []
     for _ in range(groups):
         began, given = time.perf_counter(), 0
@@ -63,7 +63,8 @@ def rate(params: Params, context: int, groups: int) -> dict:
             raise SystemExit("the request ended before it was timed")
         began = time.perf_counter()
         # the same program, its tokens thrown away
-        carry = (engine.state, engine._controls, engine._active, empty(1, DRAFTS))
+        room = jax.tree.map(jnp.zeros_like, engine._room)
+        carry = (engine.state, engine._controls, engine._active, room)
         sent = []
         for _ in range(GROUP):
             *carry, words = next_round(params, *carry, **engine._wanted)

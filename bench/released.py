@@ -16,18 +16,27 @@ STAND_IN_ROWS = 1_250_000
 
 
 def released_config(
-    *, layers: int = 48, experts: ExpertFormat = "nvfp4", draft: ExpertFormat = "bf16"
+    *,
+    layers: int = 48,
+    experts: ExpertFormat = "nvfp4",
+    draft: ExpertFormat = "bf16",
+    draft_vocab: int | None = None,
 ) -> Config:
     """Qwen3.8-Flash-Next as an NVFP4 checkpoint stores it, with fewer layers and n-gram rows.
 
-    `draft` is the form that the draft head was quantised to when it was loaded.
+    `draft` is the form that the draft head was quantised to when it was loaded, `draft_vocab` how
+    many ids it drafts.
     """
     return Config.flash_next(
         num_hidden_layers=layers,
         layer_types=tuple(SPARSE if i % 4 == 3 else LINEAR for i in range(layers)),
         ngram_vocab_size_base=STAND_IN_ROWS,
         quantization=Quantization(
-            experts=experts, mtp_experts=draft, ngram_embedding="fp8", draft=draft
+            experts=experts,
+            mtp_experts=draft,
+            ngram_embedding="fp8",
+            draft=draft,
+            draft_vocab=draft_vocab,
         ),
     )
 

@@ -37,6 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as stored")
     model.add_argument("--draft", metavar="N", type=int, help="tokens per round, 0 to 7 (3)")
     model.add_argument("--draft-weights", choices=("fp8", "nvfp4"), help="default: as stored")
+    model.add_argument("--draft-vocab", metavar="N", type=int, help="draft among the N lowest ids")
     model.add_argument("--index-share", choices=("fresh", "share", "share_frozen"))
     args = parser.parse_args(argv)
     if args.ids is not None:
@@ -111,7 +112,12 @@ def _begin(args: argparse.Namespace) -> tuple[Any, bool, list[str]]:
         ignore_eos=args.ignore_eos,
     )
     tokenizer = None if args.ids is not None else Tokenizer.load(args.model)
-    params, report = load_and_report(args.model, dtype=args.dtype, draft_weights=args.draft_weights)
+    params, report = load_and_report(
+        args.model,
+        dtype=args.dtype,
+        draft_weights=args.draft_weights,
+        draft_vocab=args.draft_vocab,
+    )
     prompt = args.ids if args.ids is not None else args.text
     if args.chat is not None:
         prompt = [{"role": "user", "content": args.chat}]

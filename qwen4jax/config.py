@@ -43,12 +43,20 @@ class Quantization:
         ngram_embedding: rows of the n-gram tables; `fp8` has one scale for a whole table.
         draft: projections of the draft head and the copy of the output head that its drafts are
             read with; `bf16` has no copy. No checkpoint has another: see `weights/draft.py`.
+        draft_vocab: ids that drafts are chosen among, the lowest; None is all of them. With fewer
+            there is always a copy.
     """
 
     experts: ExpertFormat = "bf16"
     mtp_experts: ExpertFormat = "bf16"
     ngram_embedding: TableFormat = "bf16"
     draft: ExpertFormat = "bf16"
+    draft_vocab: int | None = None
+
+    @property
+    def draft_copy(self) -> bool:
+        """Whether drafts are read with a copy of the output head."""
+        return self.draft != "bf16" or self.draft_vocab is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,7 +162,7 @@ class Layer(struct.PyTreeNode):
 class MultiTokenPrediction(struct.PyTreeNode, kw_only=True):
     """The one-layer draft head (spec section 9); embedding and head are the main model's.
 
-    `lm_head` is a copy of the head in a stored form, where one was asked for.
+    `lm_head` is a copy of the head in a stored form, or of its first rows, where one was asked for.
     """
 
     fc_embedding: Float[Array, "hidden hidden_in"] = _tensor()
@@ -171,7 +171,7 @@ class MultiTokenPrediction(struct.PyTreeNode, kw_only=True):
     pre_fc_norm_hidden: Float[Array, "stream_hidden"] = _tensor("zeros")
     layers: tuple[Layer, ...]
     hyper_connection_mixer: FinalMixer
-    lm_head: Float[Array, "vocab hidden"] | None = None
+    lm_head: Float[Array, "draft_vocab hidden"] | None = None
 
 
 class Params(struct.PyTreeNode):
@@ -193,6 +193,7 @@ def axis_sizes(config: Config, ple_index: int = 0) -> dict[str, int]:
     value_width = c.linear_num_value_heads * c.linear_value_head_dim
     return {
         "vocab": c.vocab_size,
+        "draft_vocab": c.quantization.draft_vocab or c.vocab_size,
         "hidden": c.hidden_size,
         "hidden_in": c.hidden_size,
         "streams": c.hc_count,
@@ -230,10 +231,10 @@ def declare(config: Config) -> Params:
     mtp = None
     if config.mtp_num_hidden_layers:
         layer = _declare_layer(config, linear=False, ple_index=None, experts=q.mtp_experts)
-        copy = None if q.draft == "bf16" else embedding
+        copy: Any = _plain(config, sizes, "draft_vocab hidden", "normal") if q.draft_copy else None
         mtp = _declare(MultiTokenPrediction, config, sizes, layers=(layer,), lm_head=copy)
         stored = lambda t: _stored(config, sizes, " ".join(t.axes), q.draft)  # noqa: E731
-        mtp = mtp if copy is None else draft_projections(mtp, stored)
+        mtp = mtp if q.draft == "bf16" else draft_projections(mtp, stored)
     return Params(
         embed_tokens=embedding,
         layers=tuple(
@@ -338,7 +339,7 @@ _E2M1_RMS = 2.93
 
 
 def _spread(axes: tuple[str, ...], shape: tuple[int, ...]) -> float:
-    return 1.0 if axes[0] in ("vocab", "ngram_rows") else shape[-1] ** -0.5
+    return 1.0 if axes[0] in ("vocab", "draft_vocab", "ngram_rows") else shape[-1] ** -0.5
 
 
 def count_parameters(params: Params) -> int:

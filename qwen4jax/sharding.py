@@ -34,6 +34,7 @@ EXPERT_AND_HEAD_PARALLEL: Rules = MappingProxyType(
         "linear_value": "model",
         "linear_value_heads": "model",
         "vocab": "model",
+        "draft_vocab": "model",
         "ngram_rows": "model",
     }
 )

@@ -22,6 +22,7 @@ from qwen4jax.config import Config, Quantization
 from qwen4jax.params import declare, tensors
 from qwen4jax.state import DEFAULT_PAGE_SIZE, abstract_state
 from qwen4jax.weights.checkpoint import survey
+from qwen4jax.weights.draft import check_vocab
 
 GB = 1e9
 # most temporaries of the round beside its logits, as far as was seen; never more than the weights
@@ -184,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slots", metavar="N", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--draft", metavar="N", type=int, default=3, help="tokens per round (3)")
     parser.add_argument("--draft-weights", choices=("fp8", "nvfp4"), help="default: as stored")
+    parser.add_argument("--draft-vocab", metavar="N", type=int, help="draft among the N lowest ids")
     args = parser.parse_args(argv)
     if args.memory <= 0 or min(args.slots) < 1:
         parser.error("--memory and --slots: must be over 0")
@@ -195,14 +197,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         if args.model is not None:
             config = survey(args.model).config
+        check_vocab(args.draft_vocab, config.vocab_size)
     except ValueError as error:
         print(f"qwen4jax: {error}", file=sys.stderr)
         return 2
+    stored = dataclasses.replace(config.quantization, draft_vocab=args.draft_vocab)
     if args.draft_weights:
         stored = dataclasses.replace(
-            config.quantization, mtp_experts=args.draft_weights, draft=args.draft_weights
+            stored, mtp_experts=args.draft_weights, draft=args.draft_weights
         )
-        config = config.replace(quantization=stored)
+    config = config.replace(quantization=stored)
     print(report(config, int(args.memory * GB), args.slots, args.draft))
     return 0
 

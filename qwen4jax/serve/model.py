@@ -90,7 +90,11 @@ def load_served(options: Options, progress: Progress) -> Served:
         ValueError: the checkpoint or its tokenizer is damaged; the file is named.
     """
     params, report = load_and_report(
-        options.model, dtype=options.dtype, draft_weights=options.draft_weights, progress=progress
+        options.model,
+        dtype=options.dtype,
+        draft_weights=options.draft_weights,
+        draft_vocab=options.draft_vocab,
+        progress=progress,
     )
     config = params.config
     if options.index_share is not None:

@@ -25,6 +25,7 @@ class Options:
         kv_dtype: of cached keys and values; None is the model's.
         draft: draft tokens per round; None is 3, and 0 without a draft head.
         draft_weights: form that the draft head is quantised to; None as stored.
+        draft_vocab: ids that drafts are chosen among, the lowest; None is all.
         index_share: how draft steps select tokens; None as the model says.
         max_slots: requests that run together.
         max_context: most tokens of prompt and output together; None is the model's, at most 8192.
@@ -56,6 +57,7 @@ class Options:
     kv_dtype: str | None = None
     draft: int | None = None
     draft_weights: Literal["fp8", "nvfp4"] | None = None
+    draft_vocab: int | None = None
     index_share: str | None = None
     max_slots: int = 8
     max_context: int | None = None
@@ -177,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-dtype", choices=("bfloat16", "float32", "float8_e4m3fn"), help="of keys and values")
     add("--draft", metavar="N", type=int, help="draft tokens per round, 0 to 7 (3)")
     add("--draft-weights", choices=("fp8", "nvfp4"), help="of the draft head (as stored)")
+    add("--draft-vocab", type=int, metavar="N", help="ids that are drafted, the lowest (all)")
     add("--index-share", choices=("fresh", "share", "share_frozen"))
     size = parser.add_argument_group("size")
     add = size.add_argument

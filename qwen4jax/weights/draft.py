@@ -1,4 +1,4 @@
-"""The draft head in a stored form, on request: its tokens are proposals, which the model checks.
+"""A cheaper draft head, on request: its tokens are proposals, which the model checks.
 
 Output ids do not depend on it; how many drafts are accepted does.
 """
@@ -28,25 +28,54 @@ def check_form(form: str | None) -> None:
         raise ValueError(f"draft_weights: {form!r} is not 'fp8' or 'nvfp4'")
 
 
-def quantize_draft(params: Params, form: DraftForm) -> Params:
-    """The parameters with a draft head in a stored form, made on the device.
-
-    Its routed experts, its long projections, and a copy of the output head that only drafts read.
-    Router, shared expert, gated residuals and norms stay, and so do experts that are in a stored
-    form already. Without a draft head nothing changes.
-
-    Args:
-        params: of the model; what stays is shared with the result.
-        form: block-scaled FP8, or NVFP4.
+def check_vocab(vocab: int | None, size: int) -> None:
+    """Checks an argument `draft_vocab` for a vocabulary of `size` ids.
 
     Raises:
-        ValueError: there is no such form, or it does not fit the shapes.
+        ValueError: it is no number of ids.
+    """
+    if vocab is not None and (isinstance(vocab, bool) or not isinstance(vocab, int)):
+        raise ValueError(f"draft_vocab: {vocab!r} is not an integer")
+    if vocab is not None and not 1 <= vocab <= size:
+        raise ValueError(f"draft_vocab: {vocab} is not in 1..{size}")
+
+
+def lighten_draft(params: Params, form: DraftForm | None, vocab: int | None = None) -> Params:
+    """The parameters with a draft head that reads fewer bytes, made on the device.
+
+    In a stored form are its routed experts, its long projections, and a copy of the output head
+    that only drafts read. Router, shared expert, gated residuals and norms stay, and so do experts
+    that are in a stored form already. Without a draft head nothing changes.
+
+    With a cut vocabulary the copy has the head's first rows, and no later id is drafted. Byte-pair
+    encoders number tokens in the order in which they were merged, so that low ids are frequent.
+
+    Args:
+        params: of the model as loaded; what stays is shared with the result.
+        form: block-scaled FP8, or NVFP4; None leaves the draft head as it is stored.
+        vocab: ids that are drafted, the lowest; None is all.
+
+    Raises:
+        ValueError: there is no such form, it does not fit the shapes, or there are not so many ids.
     """
     check_form(form)
-    config = params.config
-    if params.mtp is None or config.quantization.draft != "bf16":
+    check_vocab(vocab, params.config.vocab_size)
+    if params.mtp is None or params.config.quantization.draft_copy:
         return params
-    head = params.embed_tokens if params.lm_head is None else params.lm_head
+    if vocab is not None:
+        head = params.embed_tokens if params.lm_head is None else params.lm_head
+        mtp = params.mtp.replace(lm_head=head[:vocab])
+        stated = dataclasses.replace(params.config.quantization, draft_vocab=vocab)
+        params = params.replace(mtp=mtp, config=params.config.replace(quantization=stated))
+    return params if form is None else _quantized(params, form)
+
+
+def _quantized(params: Params, form: DraftForm) -> Params:
+    config = params.config
+    assert params.mtp is not None
+    head = params.mtp.lm_head
+    if head is None:
+        head = params.embed_tokens if params.lm_head is None else params.lm_head
     stored = lambda w: _stored(w, form)  # noqa: E731
     mtp = draft_projections(params.mtp.replace(lm_head=head), stored)
     experts = config.quantization.mtp_experts

@@ -14,8 +14,8 @@ from qwen4jax.config import Quantization
 from qwen4jax.quant import FP8_BLOCK, NVFP4_GROUP
 from qwen4jax.weights.names import PREFIXES, Naming
 
-# what a checkpoint states; the form of drafts is chosen when it is loaded
-GROUPS = tuple(f.name for f in dataclasses.fields(Quantization) if f.name != "draft")
+# what a checkpoint states; what drafts are read with is chosen when it is loaded
+GROUPS = tuple(f.name for f in dataclasses.fields(Quantization) if not f.name.startswith("draft"))
 _TABLE = "ngram_embedding"
 
 # modelopt's algorithm -> stored form of a matrix

@@ -20,7 +20,7 @@ import numpy as np
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.arrange import arrange
 from qwen4jax.weights.checkpoint import survey
-from qwen4jax.weights.draft import DraftForm, check_form, quantize_draft
+from qwen4jax.weights.draft import DraftForm, check_form, check_vocab, lighten_draft
 from qwen4jax.weights.names import leaves
 from qwen4jax.weights.placement import Placement, check_pinned, pinned_array
 from qwen4jax.weights.progress import Meter, Progress
@@ -70,6 +70,7 @@ def load(
     host_budget: int | str | None = None,
     table: Placement = "device",
     draft_weights: DraftForm | None = None,
+    draft_vocab: int | None = None,
     progress: Progress | bool | None = None,
 ) -> Params:
     """Loads a Hugging Face checkpoint directory onto the default device.
@@ -85,6 +86,8 @@ def load(
         draft_weights: form that the draft head's experts and projections, and a copy of the output
             head for drafts, are quantised to: `fp8` or `nvfp4`; None keeps what is stored. Output
             ids do not depend on it.
+        draft_vocab: how many ids drafts are chosen among, the lowest; None is all. Output ids do
+            not depend on it.
         progress: called with (bytes read, bytes in all); True shows a bar, False shows none, None
             shows one if standard error is a terminal.
 
@@ -104,6 +107,7 @@ def load(
         host_budget=host_budget,
         table=table,
         draft_weights=draft_weights,
+        draft_vocab=draft_vocab,
         progress=progress,
     )[0]
 
@@ -115,6 +119,7 @@ def load_and_report(
     host_budget: int | str | None = None,
     table: Placement = "device",
     draft_weights: DraftForm | None = None,
+    draft_vocab: int | None = None,
     progress: Progress | bool | None = None,
 ) -> tuple[Params, LoadReport]:
     """As `load`, with an account of what was read."""
@@ -130,6 +135,7 @@ def load_and_report(
     found = survey(path, dtype=dtype)
     found.require()
     found.check_values()
+    check_vocab(draft_vocab, found.config.vocab_size)
     device = next(iter(jnp.zeros(()).devices()))
     stage = Stage(found.declared, budget, resident=device.platform == "cpu")
     pinned = [t for t in tensors(found.declared) if table == "pinned" and _is_table(t)]
@@ -153,8 +159,7 @@ def load_and_report(
     reader.require_nothing_unread()
     params = jax.tree.structure(found.declared).unflatten(arrays)
     del arrays
-    if draft_weights is not None:
-        params = quantize_draft(params, draft_weights)
+    params = lighten_draft(params, draft_weights, draft_vocab)
     params = arrange(params)
     report = LoadReport(
         path=Path(path),

@@ -49,11 +49,13 @@ def save(
 
     Raises:
         FileExistsError: the directory is there and not empty.
-        ValueError: a leaf is not what the configuration declares, or the draft head was quantised
-            by `draft_weights`.
+        ValueError: a leaf is not what the configuration declares, or the draft head was changed by
+            `draft_weights` or `draft_vocab`.
     """
-    if params.config.quantization.draft != "bf16":
-        raise ValueError("draft_weights: a draft head that was quantised on request is not saved")
+    if params.config.quantization.draft_copy:
+        raise ValueError(
+            "draft_weights, draft_vocab: a draft head that was changed on request is not saved"
+        )
     naming = Naming(params.config)
     if stacked_experts:
         naming = dataclasses.replace(naming, stacked=frozenset(naming.expert_blocks()))

@@ -7,7 +7,7 @@ import pytest
 from qwen4jax import generate
 from qwen4jax.params import declare
 from qwen4jax.weights import quantize
-from qwen4jax.weights.draft import quantize_draft
+from qwen4jax.weights.draft import lighten_draft
 from qwen4jax.weights.embedded import embedded_checkpoint
 from qwen4jax.weights.load import load
 from qwen4jax.weights.save import save
@@ -17,7 +17,7 @@ from tests.decode.small import DRAWN, GREEDY, ids, params
 @pytest.mark.parametrize(("form", "error"), [("fp8", 0.04), ("nvfp4", 0.2)])
 def test_it_is_what_its_configuration_declares(form, error, tmp_path):
     stored = load(embedded_checkpoint(), dtype="float32", progress=False)
-    made = quantize_draft(stored, form)
+    made = lighten_draft(stored, form)
     declared = declare(made.config)
     assert jax.tree.structure(declared) == jax.tree.structure(made)
     for leaf, array in zip(jax.tree.leaves(declared), jax.tree.leaves(made), strict=True):
@@ -31,7 +31,7 @@ def test_it_is_what_its_configuration_declares(form, error, tmp_path):
 
 def test_fp8_is_as_the_numpy_quantiser_makes_it():
     stored = load(embedded_checkpoint(), dtype="float32", progress=False)
-    made = quantize_draft(stored, "fp8").mtp.fc_hidden
+    made = lighten_draft(stored, "fp8").mtp.fc_hidden
     matrix = np.asarray(stored.mtp.fc_hidden)
     scale = quantize.fp8_scale(matrix)
     np.testing.assert_array_equal(np.asarray(made.weight_scale_inv), scale)
@@ -48,8 +48,40 @@ def test_another_form_is_refused():
 def test_output_ids_do_not_depend_on_the_drafts_weights(form):
     """The model checks every draft: greedy and drawn, alone and in a batch."""
     prompts, sampling = [ids(9), ids(14)], [GREEDY, DRAWN]
-    made = quantize_draft(params(), form)
+    made = lighten_draft(params(), form)
     assert not np.array_equal(made.mtp.lm_head.dequantize(), params().lm_head)
     found = generate(made, prompts, sampling=sampling)
     expected = generate(params(), prompts, sampling=sampling)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_a_cut_vocabulary_is_what_its_configuration_declares(tmp_path):
+    stored = load(embedded_checkpoint(), dtype="float32", progress=False)
+    made = load(embedded_checkpoint(), dtype="float32", draft_vocab=300, progress=False)
+    declared = declare(made.config)
+    for leaf, array in zip(jax.tree.leaves(declared), jax.tree.leaves(made), strict=True):
+        assert (leaf.shape, leaf.dtype) == (array.shape, array.dtype.name)
+    head = stored.embed_tokens if stored.lm_head is None else stored.lm_head
+    np.testing.assert_array_equal(made.mtp.lm_head, head[:300])
+    with pytest.raises(ValueError, match="draft_vocab"):
+        save(made, tmp_path / "x")
+
+
+@pytest.mark.parametrize("form", [None, "fp8"])
+def test_only_low_ids_are_drafted_and_output_ids_stay(form):
+    prompts, sampling = [ids(9), ids(14)], [GREEDY, DRAWN]
+    vocab = params().config.vocab_size // 2
+    made = lighten_draft(params(), form, vocab)
+    head = made.mtp.lm_head if form is None else made.mtp.lm_head.dequantize()
+    assert head.shape[0] == vocab
+    found = generate(made, prompts, sampling=sampling)
+    expected = generate(params(), prompts, sampling=sampling)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    # the model itself gives higher ids
+    assert max(max(one.token_ids) for one in expected) >= vocab
+
+
+@pytest.mark.parametrize("vocab", [0, -3, 1 << 40, True, 2.5])
+def test_a_number_of_ids_that_is_not_there_is_refused(vocab):
+    with pytest.raises(ValueError, match="draft_vocab"):
+        load(embedded_checkpoint(), draft_vocab=vocab, progress=False)
