@@ -16,16 +16,16 @@ from qwen4jax.params import Params
 from qwen4jax.weights.embedded import embedded_checkpoint
 from qwen4jax.weights.load import load
 
-NEW, PROMPT, REQUESTS = 16, 256, 12
+NEW, PROMPT, REQUESTS = 16, 256, 20
 GREEDY = Sampling(temperature=0, max_new_tokens=NEW, ignore_eos=True)
 
 
 def prompts(directory: Path) -> list[list[int]]:
-    """Two from each held-out text, as long as what a query may select."""
+    """Of every held-out text two or more, as long as what a query may select."""
     tokenizer = Tokenizer.load(directory)
     lines = (directory / "heldout.jsonl").read_text().splitlines()
     ids = [tokenizer.encode(json.loads(line)["text"]) for line in lines]
-    return [row[start : start + PROMPT] for start in (0, 40) for row in ids][:REQUESTS]
+    return [row[start : start + PROMPT] for start in (0, 40, 80, 120) for row in ids][:REQUESTS]
 
 
 def options(number: int) -> Sampling:
