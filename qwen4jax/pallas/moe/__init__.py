@@ -125,11 +125,10 @@ def router(
     Returns:
         The choice, and zeros again.
     """
-    if counter is None:
-        counter = jnp.zeros(limits.ROUTER_GROUPS, jnp.int32)
-    inputs = (x, gate, shared_gate, k, counter)
-    chosen, counter = ROUTER.run(implementation, x.shape[0], *inputs, renormalize=renormalize)
-    return Routing(*chosen), counter
+    zeros = jnp.zeros(limits.ROUTER_GROUPS, jnp.int32) if counter is None else counter
+    inputs = (x, gate, shared_gate, k, zeros)
+    chosen, zeros = ROUTER.run(implementation, x.shape[0], *inputs, renormalize=renormalize)
+    return Routing(*chosen), zeros
 
 
 def experts(

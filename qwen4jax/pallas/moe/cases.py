@@ -98,7 +98,7 @@ CASES = (
     _router("all_experts", 8, 16, 16, 32),
     _router("two_rows_of_128", 5, 144, 10, 256),
     _router("two_groups", 10, 32, 4, 128),
-    _router("far_apart", 5, 32, 10, 64, most=99),
+    _router("apart", 5, 32, 10, 64, most=9),
     _router("above_the_kernel", 33, 16, 3, 64),
     _experts("few_tokens", 2, 8, 3, 32, 16),
     _experts("many_tokens", 9, 4, 2, 32, 16),
@@ -127,10 +127,7 @@ CASES = (
     _experts("shared_bfloat16", 8, 4, 2, 64, 32, BF16, shared=True),
     _route("released_4", 4, 512, 10, BF16, device_only=True),
     _route("released_chunk", 4096, 512, 10, BF16, device_only=True),
-    *(
-        _router(f"released_{t}", t, 512, 10, 2560, device_only=True)
-        for t in (1, 4, 8, 16, 32, 128)
-    ),
+    *(_router(f"released_{t}", t, 512, 10, 2560, device_only=True) for t in (1, 4, 8, 16, 32, 128)),
     *(
         _experts(f"released_{form}_{t}", t, 512, 10, 2560, 640, BF16, form=form, device_only=True)
         for form in ("plain", "nvfp4", "fp8")
