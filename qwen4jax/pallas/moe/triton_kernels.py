@@ -45,8 +45,11 @@ def route(logits, k, *, renormalize):
     )
 
 
-def router(x, gate, shared_gate, k, counter, *, renormalize):
-    """See `qwen4jax.pallas.moe.router`; `limits.refuses_router` says what it takes."""
+def router(x, gate, shared_gate, k, counter, *, renormalize, cut: tuple[int, int] | None = None):
+    """See `qwen4jax.pallas.moe.router`; `limits.refuses_router` says what it takes.
+
+    `cut` is for measurements of others than `limits.router_cut`'s.
+    """
     tokens, hidden = x.shape
     experts_ = gate.shape[0]
     place, alone = (tokens, k), (tokens, 1)
@@ -57,7 +60,7 @@ def router(x, gate, shared_gate, k, counter, *, renormalize):
     )
     if tokens == 0:
         return jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), chosen), counter
-    splits, warps = limits.router_cut(hidden)
+    splits, warps = cut or limits.router_cut(hidden)
     rows = limits.ROUTER_ROWS
     parts = jax.ShapeDtypeStruct((splits, tokens, experts_ + rows), jnp.float32)
     counter, _, chosen = triton_call(
