@@ -145,6 +145,13 @@ CASES = (
         for t in (1, 4, 32, 128)
     ),
     _experts(
+        "released_shared_nvfp4_8",
+        *(8, 512, 10, 2560, 640, BF16),
+        form="nvfp4",
+        shared=True,
+        device_only=True,
+    ),
+    _experts(
         "released_nvfp4_chunk", 2048, 512, 10, 2560, 640, BF16, form="nvfp4", device_only=True
     ),
 )
