@@ -77,10 +77,8 @@ def _gate_up(
     loaded = early
     for i in tl.static_range(EARLY, AHEAD):
         loaded = loaded + _load_pair(gate, gate_scale, up, up_scale, i, D, C, L, FORM, W)
-    # multiplied after the reshape: it makes the compiler forget what is a multiple of 8
-    all_tokens = tl.reshape(tl.broadcast_to(tokens[None, :], (W, 8)), (8 * W, 1))
-    column = (tl.arange(0, 8 * W) // 8 * C)[:, None]
-    xs = x + (all_tokens * D + column) + lane_columns(C)[None, :]
+    column = tl.arange(0, W)[:, None] * C
+    xs = x + tl.reshape(tokens[None, :] * D + column, (8 * W, 1)) + lane_columns(C)[None, :]
     live = tl.reshape(tl.broadcast_to(there[None, :], (W, 8)), (8 * W, 1))
     g = tl.zeros((W, 16, 8), tl.float32)
     u = tl.zeros((W, 16, 8), tl.float32)
