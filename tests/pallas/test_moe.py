@@ -64,6 +64,20 @@ def test_router_matches_float64(case, implementation):
     np.testing.assert_array_equal(np.asarray(counter), np.zeros(4))
 
 
+def test_a_router_keeps_a_rows_nan_to_that_row():
+    inputs = next(c for c in CASES if str(c) == "router-two_groups").inputs()
+    want, _ = call(router, inputs, "triton")
+    spoilt = inputs | {"x": inputs["x"].at[8].set(jnp.nan)}
+    got, counter = call(router, spoilt, "triton")
+    others = np.arange(10) != 8
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
+    # ids that index something, whatever they are
+    np.testing.assert_array_equal(np.asarray(got.ids)[8], np.arange(inputs["k"]))
+    assert np.isnan(np.asarray(got.weights)[8]).all()
+    assert not np.asarray(counter).any()
+
+
 @over_cases(CASES, "experts", EXPERTS)
 def test_experts_match_float64(case, implementation):
     inputs = case.inputs()
