@@ -80,6 +80,7 @@ _ROWS: dict[str, tuple[str, int | None]] = {
     "gated_residual.boundary": ("streams", 2),
     "gated_residual.mix": ("streams", 2),
     "gated_residual.update": ("streams", 2),
+    "moe.router": ("x", 1),
     "moe.route": ("logits", 1),
     "moe.experts": ("x", 1),
     "index_score": ("query", 2),
@@ -109,6 +110,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "compress_and_store.prepare_and_store": dict(
         carry="cache", replaces=lambda out: out[0], results=lambda out: out[1:]
     ),
+    "moe.router": dict(carry="counter", replaces=lambda out: out[1], results=lambda out: out[0]),
     "gated_delta.commit": dict(carry="states", results=lambda out: None),
     "gated_delta.chunks": dict(compared=_counted),
     "ple.gather": dict(shared=("table",)),

@@ -80,7 +80,8 @@ def step(
                 added, window = per_layer_embedding(
                     layer.ple, config, number, streams, ids, state.ple[number]
                 )
-                residual = Residual(rounded(streams.astype(jnp.float32) + added, streams.dtype))
+                streams = rounded(streams.astype(jnp.float32) + added, streams.dtype)
+                residual = residual._replace(streams=streams, pending=None)
                 windows.append(window)
             residual, after, _ = decoder_layer(
                 layer, config, residual, cache, span, final=final,

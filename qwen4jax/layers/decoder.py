@@ -50,10 +50,10 @@ def decoder_layer(
     else:
         assert params.linear_attn is not None
         y, cache = delta_net(params.linear_attn, config, x, cache, span.count if final else None)
-    residual = Residual(streams, (inject, y))
+    residual = residual._replace(streams=streams, pending=(inject, y))
     x, inject, streams = read(params.mlp_hyper_connection, config, residual, capture=mlp)
-    y = moe(params.mlp, config, x, capture=capture)
-    residual = Residual(streams, (inject, y))
+    y, counter = moe(params.mlp, config, x, residual.counter, capture=capture)
+    residual = Residual(streams, (inject, y), counter)
     if capture.wants("residual"):
         capture("residual", residual.settled())
     return residual, cache, selected

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
@@ -19,10 +19,12 @@ class Residual(NamedTuple):
     Attributes:
         streams: residual streams.
         pending: injection weights and output of the last sublayer.
+        counter: zeros for the next router, if one has left them (`qwen4jax.pallas.moe.router`).
     """
 
     streams: Float[Array, "B T R D"]
     pending: tuple[Float[Array, "B T R"], Float[Array, "B T D"]] | None = None
+    counter: Int[Array, " 4"] | None = None
 
     def settled(self) -> Float[Array, "B T R D"]:
         """The streams with everything in them."""
@@ -48,7 +50,9 @@ def read(
             x, inject, gates = mix(streams, *weights, eps=config.rms_norm_eps)
             capture("read_gate", gates)
         else:
-            streams, x, inject = boundary(*residual, *weights, eps=config.rms_norm_eps)
+            streams, x, inject = boundary(
+                residual.streams, residual.pending, *weights, eps=config.rms_norm_eps
+            )
     assert inject is not None
     capture("inject", inject)
     return x, inject, streams

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from qwen4jax import quant
-from qwen4jax.pallas.moe import EXPERTS, ROUTE, experts, route
+from qwen4jax.pallas.moe import EXPERTS, ROUTE, ROUTER, experts, route, router
 from qwen4jax.pallas.moe.cases import CASES
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
@@ -45,6 +45,37 @@ def test_route_matches_float64(case, implementation):
     np.testing.assert_array_equal(np.asarray(ids), want_ids)
     assert weights.dtype == jnp.float32
     assert_matches(weights, want)
+
+
+@over_cases(CASES, "router", ROUTER)
+def test_router_matches_float64(case, implementation):
+    inputs = case.inputs()
+    (ids, weights, share), counter = call(router, inputs, implementation)
+    x, gate, shared_gate = (f64(inputs[name]) for name in ("x", "gate", "shared_gate"))
+    logits = (x @ gate.T).astype(inputs["x"].dtype).astype(float)
+    # in the order of logits: far apart, shares are equal that logits are not
+    want_ids = np.argsort(-logits, axis=-1, kind="stable")[:, : inputs["k"]]
+    np.testing.assert_array_equal(np.asarray(ids), want_ids)
+    _, want = oracle.route(logits, inputs["k"], inputs["renormalize"])
+    assert weights.dtype == jnp.float32
+    assert_matches(weights, want)
+    np.testing.assert_array_equal(f64(share), x @ shared_gate.T)
+    # what the next call begins with
+    np.testing.assert_array_equal(np.asarray(counter), np.zeros(4))
+
+
+def test_a_router_keeps_a_rows_nan_to_that_row():
+    inputs = next(c for c in CASES if str(c) == "router-two_groups").inputs()
+    want, _ = call(router, inputs, "triton")
+    spoilt = inputs | {"x": inputs["x"].at[8].set(jnp.nan)}
+    got, counter = call(router, spoilt, "triton")
+    others = np.arange(10) != 8
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
+    # ids that index something, whatever they are
+    np.testing.assert_array_equal(np.asarray(got.ids)[8], np.arange(inputs["k"]))
+    assert np.isnan(np.asarray(got.weights)[8]).all()
+    assert not np.asarray(counter).any()
 
 
 @over_cases(CASES, "experts", EXPERTS)

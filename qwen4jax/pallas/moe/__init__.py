@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas.moe import limits, reference
 from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.skinny_matmul import projections
 
 ROUTE = Operation(
     "moe.route",
@@ -16,6 +17,26 @@ ROUTE = Operation(
             "qwen4jax.pallas.moe.triton_kernels.route",
             needs=("triton",),
             refuses=limits.refuses_route,
+        ),
+    },
+)
+
+
+def _separate(x, gate, shared_gate, k, counter, *, renormalize):
+    """`router` as two operations."""
+    logits, share = projections(x, (gate, shared_gate), out_dtypes=(x.dtype, jnp.float32))
+    return (*route(logits, k, renormalize=renormalize), share), counter
+
+
+ROUTER = Operation(
+    "moe.router",
+    {
+        "reference": reference.router,
+        "separate": _separate,
+        "triton": Kernel(
+            "qwen4jax.pallas.moe.triton_kernels.router",
+            needs=("triton",),
+            refuses=limits.refuses_router,
         ),
     },
 )
@@ -60,6 +81,54 @@ def route(
         Expert ids in falling order of weight, and the weights in float32.
     """
     return ROUTE.run(implementation, logits.shape[0], logits, k, renormalize=renormalize)
+
+
+class Routing(NamedTuple):
+    """What the router decides.
+
+    Attributes:
+        ids: experts of each token, in falling order of weight.
+        weights: of each, float32.
+        share: logit of the shared expert's share, float32.
+    """
+
+    ids: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+    share: Float[Array, "T 1"]
+
+
+def router(
+    x: Float[Array, "T D"],
+    gate: Float[Array, "E D"],
+    shared_gate: Float[Array, "1 D"],
+    k: int,
+    counter: Int[Array, " 4"] | None = None,
+    *,
+    renormalize: bool,
+    implementation: str | None = None,
+) -> tuple[Routing, Int[Array, " 4"]]:
+    """The `k` experts of each token, their weights, and the logit of the shared expert's share.
+
+    Logits are `gate @ x[t]`, added up in float32 and rounded to the dtype of `x`. The `k` largest
+    are chosen (ties to the lower expert); their weights are those of `route`.
+
+    Args:
+        x: tokens.
+        gate: of the router.
+        shared_gate: of the shared expert, whose logit is not rounded.
+        k: choices of a token.
+        counter: zeros by which the programs of a launch learn who is last, None for fresh ones.
+            One array serves all calls of a program, each with what the one before it returned.
+        renormalize: whether the weights are divided by their sum.
+        implementation: see `ROUTER`; by default the fastest.
+
+    Returns:
+        The choice, and zeros again.
+    """
+    zeros = jnp.zeros(limits.ROUTER_GROUPS, jnp.int32) if counter is None else counter
+    inputs = (x, gate, shared_gate, k, zeros)
+    chosen, zeros = ROUTER.run(implementation, x.shape[0], *inputs, renormalize=renormalize)
+    return Routing(*chosen), zeros
 
 
 def experts(

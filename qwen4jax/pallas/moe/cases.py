@@ -21,6 +21,25 @@ def _tied(rng):
     return jnp.asarray(steps, F32)
 
 
+def _router(name, tokens, experts, k, hidden, dtype=BF16, *, most=1, renormalize=True, **more):
+    """Small integers: every logit is exact in any order, and many are equal."""
+
+    def whole(rng, shape):
+        return jnp.asarray(rng.integers(-most, most + 1, shape) / 4.0, dtype)
+
+    def build(rng):
+        return dict(
+            x=whole(rng, (tokens, hidden)),
+            gate=whole(rng, (experts, hidden)),
+            shared_gate=whole(rng, (1, hidden)),
+            k=k,
+            counter=integers([0] * 4),
+            renormalize=renormalize,
+        )
+
+    return Case("router", name, build, **more)
+
+
 def _matrices(rng, shape, form, dtype):
     """Random matrices; NVFP4 as the kernels read it, where it has the shape for it."""
     if form == "plain":
@@ -72,6 +91,15 @@ CASES = (
     _route("not_renormalised", 3, 8, 2, renormalize=False),
     _route("bfloat16", 5, 8, 2, BF16),
     _route("far_apart", 3, 8, 2, logits=lambda rng: normal(rng, (3, 8), scale=1e4)),
+    _router("float32", 3, 8, 2, 33, F32, most=9),
+    _router("one_token", 1, 16, 3, 64),
+    _router("no_tokens", 0, 16, 3, 64),
+    _router("not_renormalised", 3, 16, 4, 96, renormalize=False),
+    _router("all_experts", 8, 16, 16, 32),
+    _router("two_rows_of_128", 5, 144, 10, 256),
+    _router("two_groups", 10, 32, 4, 128),
+    _router("apart", 5, 32, 10, 64, most=9),
+    _router("above_the_kernel", 33, 16, 3, 64),
     _experts("few_tokens", 2, 8, 3, 32, 16),
     _experts("many_tokens", 9, 4, 2, 32, 16),
     _experts("one_expert_for_all", 3, 8, 1, 16, 8, pick=[[7], [7], [7]]),
@@ -99,6 +127,7 @@ CASES = (
     _experts("shared_bfloat16", 8, 4, 2, 64, 32, BF16, shared=True),
     _route("released_4", 4, 512, 10, BF16, device_only=True),
     _route("released_chunk", 4096, 512, 10, BF16, device_only=True),
+    *(_router(f"released_{t}", t, 512, 10, 2560, device_only=True) for t in (1, 4, 8, 16, 32, 128)),
     *(
         _experts(f"released_{form}_{t}", t, 512, 10, 2560, 640, BF16, form=form, device_only=True)
         for form in ("plain", "nvfp4", "fp8")
@@ -114,6 +143,13 @@ CASES = (
         )
         for form in ("plain", "nvfp4", "fp8")
         for t in (1, 4, 32, 128)
+    ),
+    _experts(
+        "released_shared_nvfp4_8",
+        *(8, 512, 10, 2560, 640, BF16),
+        form="nvfp4",
+        shared=True,
+        device_only=True,
     ),
     _experts(
         "released_nvfp4_chunk", 2048, 512, 10, 2560, 640, BF16, form="nvfp4", device_only=True

@@ -16,6 +16,12 @@ FEW_TOKENS = 8
 SUM_TOKENS = 8
 # experts of a router: a warp holds a token's
 MOST_EXPERTS = 2048
+# of a router that chooses too: groups of 8 tokens, each of which counts its own programs
+ROUTER_GROUPS = 4
+# rows of its tile, and columns of a step of a warp
+ROUTER_ROWS, ROUTER_CHUNK = 16, 32
+# steps of a warp at most, whose weights are all asked for at once
+_ROUTER_STEPS = 10
 # steps of a row, which are unrolled
 _MOST_STEPS = 24
 
@@ -43,6 +49,31 @@ def refuses_route(logits, k, *, renormalize):
     """What keeps the Triton kernel from these arguments, if anything."""
     if logits.shape[1] > MOST_EXPERTS:
         return f"is for up to {MOST_EXPERTS} experts, these are {logits.shape[1]}"
+    return None
+
+
+def router_cut(hidden: int) -> tuple[int, int]:
+    """Programs, and warps of each, among which the columns of a router's row are split."""
+    chunks = hidden // ROUTER_CHUNK
+    parts = next(n for n in (16, 8, 4, 2, 1) if chunks % n == 0)
+    warps = min(parts, 4)
+    return parts // warps, warps
+
+
+def refuses_router(x, gate, shared_gate, k, counter, *, renormalize):
+    """What keeps the Triton kernel from these arguments, if anything."""
+    if any(a.dtype != jnp.bfloat16 for a in (x, gate, shared_gate)):
+        return "is for tokens and weights in bfloat16"
+    if x.shape[0] > 8 * ROUTER_GROUPS:
+        return f"is for up to {8 * ROUTER_GROUPS} tokens, these are {x.shape[0]}"
+    experts, hidden = gate.shape
+    if experts % ROUTER_ROWS or experts > MOST_EXPERTS:
+        return f"is for up to {MOST_EXPERTS} experts in multiples of {ROUTER_ROWS}, not {experts}"
+    if hidden % ROUTER_CHUNK:
+        return f"needs a hidden size in multiples of {ROUTER_CHUNK}, not {hidden}"
+    splits, warps = router_cut(hidden)
+    if hidden // (ROUTER_CHUNK * splits * warps) > _ROUTER_STEPS:
+        return f"is for rows of up to {_ROUTER_STEPS} steps of a warp"
     return None
 
 

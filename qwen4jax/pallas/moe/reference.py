@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from qwen4jax import quant
 from qwen4jax.numerics import EXACT
+from qwen4jax.pallas.skinny_matmul.reference import projections
 
 # choices per expert up to which reading an expert once per choice beats a loop over all of them
 _CHOSEN_SHARE = 4
@@ -17,6 +18,19 @@ def route(logits, k, *, renormalize):
     if renormalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return ids, weights
+
+
+def router(x, gate, shared_gate, k, counter, *, renormalize):
+    """See `qwen4jax.pallas.moe.router`."""
+    weights, dtypes = (gate, shared_gate), (x.dtype, jnp.float32)
+    logits, share = projections(x, weights, (None, None), out_dtypes=dtypes)
+    # a softmax orders like its logits, but for those whose shares are equal in float32
+    ids = jax.lax.top_k(logits, k)[1]
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    shares = jnp.take_along_axis(probabilities, ids, axis=-1)
+    if renormalize:
+        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    return (ids, shares, share), counter
 
 
 def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):

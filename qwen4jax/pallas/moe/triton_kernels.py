@@ -11,6 +11,7 @@ from qwen4jax.pallas.moe.triton_down import down_kernel
 from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
 from qwen4jax.pallas.moe.triton_route import route_kernel
+from qwen4jax.pallas.moe.triton_router import router_kernel
 from qwen4jax.pallas.moe.triton_sum import combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
@@ -42,6 +43,51 @@ def route(logits, k, *, renormalize):
         KP=_power_of_2(k),
         RENORMALIZE=renormalize,
     )
+
+
+def router(x, gate, shared_gate, k, counter, *, renormalize, cut: tuple[int, int] | None = None):
+    """See `qwen4jax.pallas.moe.router`; `limits.refuses_router` says what it takes.
+
+    `cut` is for measurements of others than `limits.router_cut`'s.
+    """
+    tokens, hidden = x.shape
+    experts_ = gate.shape[0]
+    place, alone = (tokens, k), (tokens, 1)
+    chosen = (
+        jax.ShapeDtypeStruct(place, jnp.int32),
+        jax.ShapeDtypeStruct(place, jnp.float32),
+        jax.ShapeDtypeStruct(alone, jnp.float32),
+    )
+    if tokens == 0:
+        return jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), chosen), counter
+    splits, warps = cut or limits.router_cut(hidden)
+    rows = limits.ROUTER_ROWS
+    parts = jax.ShapeDtypeStruct((splits, tokens, experts_ + rows), jnp.float32)
+    counter, _, chosen = triton_call(
+        x,
+        gate,
+        shared_gate,
+        counter,
+        kernel=router_kernel,
+        name=f"router_{tokens}x{experts_}x{hidden}",
+        out=(jax.ShapeDtypeStruct(counter.shape, jnp.int32), parts, chosen),
+        grid=(splits, experts_ // rows + 1, -(-tokens // 8)),
+        num_warps=warps,
+        num_stages=1,
+        aliases={3: 0},
+        T=tokens,
+        E=experts_,
+        D=hidden,
+        K=k,
+        R=_power_of_2(-(-experts_ // 128)),
+        G=_power_of_2(-(-min(tokens, 8) // warps)),
+        KP=_power_of_2(k),
+        SPLITS=splits,
+        STEPS=hidden // (limits.ROUTER_CHUNK * splits * warps),
+        W=warps,
+        RENORMALIZE=renormalize,
+    )
+    return chosen, counter
 
 
 def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
