@@ -1,6 +1,7 @@
 """Attention to selected tokens against NumPy float64."""
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -124,3 +125,15 @@ def test_numbers_of_e4m3_are_exact(implementation):
     inputs = dict(query=none, gate=none, key=value, value=value, slots=slots)
     got = f64(call(sparse_attention, inputs, implementation)).reshape(2, 256)
     np.testing.assert_array_equal(got, np.broadcast_to(f64(value).reshape(1, 256) / 2, (2, 256)))
+
+
+@pytest.mark.parametrize("name", ["chunk_of_a_prompt", "gaps_among_the_selected", "e4m3_cache"])
+def test_many_queries_look_where_their_selection_ends(monkeypatch, name):
+    """What a long chunk takes, in a case of few queries: tiles of nothing are not gone through."""
+    kernels = importlib.import_module("qwen4jax.pallas.sparse_attention.triton_kernels")
+    inputs = next(c for c in CASES if c.name == name).inputs()
+    for constant, value in dict(SPLITS=(), _TILE=16, _MANY=0).items():
+        monkeypatch.setattr(kernels, constant, value)
+    inputs["slots"] = jnp.pad(inputs["slots"], ((0, 0), (0, 0), (0, 40)), constant_values=-1)
+    got = call(sparse_attention, inputs, "triton")
+    assert_matches(got, attention64(**inputs), share=3e-6)
