@@ -28,13 +28,13 @@ def select(
     Up to `WORKSPACE` bytes of scores are made at once, so a call of more of them is a loop over
     tiles of places.
     """
-    places = query.shape[1]
-    tile = _tile(*query.shape[:2], index_key.shape[1] * page_table.shape[1])
+    rows, places = query.shape[:2]
+    width = index_key.shape[1] * page_table.shape[1]
+    tile = _tile(rows, places, width)
 
     def chosen(query, complete, index):
         with jax.named_scope("index_score"):
-            group = best_of(index_key.shape[1] * page_table.shape[1])
-            scores, best = index_score(query, index_key, page_table, complete, group=group)
+            scores, best = index_score(query, index_key, page_table, complete, group=best_of(width))
         with jax.named_scope("index_topk"):
             return index_topk(scores, index, best, blocks=blocks, ratio=ratio)
 

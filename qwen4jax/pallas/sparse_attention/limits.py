@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-# queries of a request that read together, in `triton_together`
+# queries of a request that read together in `triton_together`, 4 or 8: bits of a token's mark
 TOGETHER = 4
 
 _KEPT = (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn)
@@ -33,6 +33,7 @@ def refuses_together(query, gate, key, value, slots, page_table=None):
         return f"is for up to 16 query heads of a kv head, not {query.shape[2] // key.shape[2]}"
     if key.shape[1] % 8:
         return f"is for pages of whole eights of tokens, not of {key.shape[1]}"
-    if key.shape[0] * key.shape[1] >= 1 << 27:
-        return f"is for up to {1 << 27} tokens in all pages"
+    most = 1 << (31 - TOGETHER)
+    if key.shape[0] * key.shape[1] > most:
+        return f"is for up to {most} tokens in all pages"
     return refuses(query, gate, key, value, slots, page_table)

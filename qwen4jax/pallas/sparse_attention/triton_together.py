@@ -1,4 +1,4 @@
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 """Attention to selected tokens on a GPU: four queries of a request read together what any selects.
 
 Bytes: 2,051 tokens of a query with 2 kv heads are 4.2 MB, and 8,192 queries read 34 GB, mostly from
@@ -27,7 +27,7 @@ from qwen4jax.pallas.triton_call import triton_call
 
 # tokens of a step, warps of a program, and of the loop as in `triton_kernels`
 _TILE, _WARPS, _STAGES = 32, 4, 4
-# words of eight tokens, four bits each, that a listing program counts at a time, and its warps
+# words of marks, each of eight tokens, that a listing program counts at a time, and its warps
 _WORDS, _LIST_WARPS = 1024, 8
 
 
@@ -65,13 +65,13 @@ def sparse_attention(query, gate, key, value, slots, page_table):
 
 
 def _listed(slots, page_table, page):
-    """The tokens that each four queries select, `place * 16 + queries`, their number, and room."""
+    """What each four queries select, `place * 2**TOGETHER + queries`, how many, and the room."""
     rows, places, width = slots.shape
     tiles = rows * -(-places // TOGETHER)
-    words = -(-page_table.shape[1] * page // 8)
-    room = min(8 * words, TOGETHER * width)
-    # whole words are read ahead
-    room = -(-room // _TILE) * _TILE
+    fields = 32 // TOGETHER
+    words = page_table.shape[1] * page // fields
+    room = min(fields * words, TOGETHER * width)
+    pitch = -(-words // _WORDS) * _WORDS
     shape = jax.ShapeDtypeStruct
     listed, count, _ = triton_call(
         slots,
@@ -81,7 +81,7 @@ def _listed(slots, page_table, page):
         out=(
             shape((tiles, room), jnp.int32),
             shape((tiles,), jnp.int32),
-            shape((tiles, -(-words // _WORDS) * _WORDS), jnp.int32),
+            shape((tiles, pitch), jnp.int32),
         ),
         grid=(tiles,),
         num_warps=_LIST_WARPS,
@@ -93,7 +93,7 @@ def _listed(slots, page_table, page):
         TOGETHER=TOGETHER,
         ROOM=room,
         WORDS=_WORDS,
-        PITCH=-(-words // _WORDS) * _WORDS,
+        PITCH=pitch,
     )
     return listed, count, room
 
@@ -114,7 +114,9 @@ def _list(
     WORDS: tl.constexpr,
     PITCH: tl.constexpr,
 ):
-    """Marks tokens in words of eight, a bit for each query; then lists the marked ones in order."""
+    """Marks tokens, a bit of a word's field for each query; then lists the marked ones in order."""
+    FIELDS: tl.constexpr = 32 // TOGETHER
+    ONES: tl.constexpr = ((1 << 32) - 1) // ((1 << TOGETHER) - 1)
     tile = tl.program_id(0).to(tl.int64)
     TILES: tl.constexpr = (PLACES + TOGETHER - 1) // TOGETHER
     row, first = tile // TILES, tile % TILES * TOGETHER
@@ -125,10 +127,11 @@ def _list(
     lane = tl.arange(0, WORDS)
     last = tl.full((WORDS,), 0, tl.int32)
     for start in tl.range(0, entries, WORDS):
-        token = tl.load(slots + start + lane, mask=start + lane < entries, other=-1)
+        entry = start + lane
+        token = tl.load(slots + entry, mask=entry < entries, other=-1)
         last = tl.maximum(last, tl.where(token < PAGES * PAGE, token, 0))
     # nothing lies beyond the last token selected
-    pieces = tl.max(last, 0) // (8 * WORDS) + 1
+    pieces = tl.max(last, 0) // (FIELDS * WORDS) + 1
     for i in tl.range(0, pieces):
         tl.store(marks + i * WORDS + lane, tl.zeros((WORDS,), tl.int32))
     tl.debug_barrier()
@@ -136,33 +139,38 @@ def _list(
         entry = start + lane
         token = tl.load(slots + entry, mask=entry < entries, other=-1)
         there = (token >= 0) & (token < PAGES * PAGE)
-        bit = 1 << (entry // WIDTH + token % 8 * 4)
-        tl.atomic_or(marks + token // 8, bit, mask=there, sem="relaxed")
+        bit = 1 << (entry // WIDTH + token % FIELDS * TOGETHER).to(tl.int32)
+        tl.atomic_or(marks + token // FIELDS, bit, mask=there, sem="relaxed")
     tl.debug_barrier()
 
-    eight = tl.arange(0, 8)[None, :]
+    field = tl.arange(0, FIELDS)[None, :]
     total = tl.zeros((), tl.int32)
     for i in tl.range(0, pieces):
         number = i * WORDS + lane
         # past the first-level cache, which atomics do not write
         mark = tl.load(marks + number, cache_modifier=".cg")
-        page = tl.load(table_ptr + row * PAGES + number // (PAGE // 8), mask=mark != 0, other=-1)
+        at = row * PAGES + number // (PAGE // FIELDS)
+        page = tl.load(table_ptr + at, mask=mark != 0, other=-1)
         mark = tl.where(page >= 0, mark, 0)
-        any_ = (mark | (mark >> 1) | (mark >> 2) | (mark >> 3)) & 0x11111111
-        own = _sum(any_)
+        filled = mark
+        for q in tl.static_range(1, TOGETHER):
+            filled |= mark >> q
+        filled &= ONES
+        own = _sum(filled, ONES, TOGETHER)
         before = total + tl.cumsum(own, 0) - own
-        slot = (page * PAGE + number % (PAGE // 8) * 8)[:, None] + eight
-        put = before[:, None] + _sum(any_[:, None] & ((1 << (4 * eight)) - 1))
-        taken = (mark[:, None] >> (4 * eight)) & 15
-        tl.store(out_ptr + tile * ROOM + put, slot * 16 + taken, mask=taken != 0)
+        below = filled[:, None] & ((1 << (TOGETHER * field)) - 1)
+        put = before[:, None] + _sum(below, ONES, TOGETHER)
+        slot = (page * PAGE + number % (PAGE // FIELDS) * FIELDS)[:, None] + field
+        taken = (mark[:, None] >> (TOGETHER * field)) & ((1 << TOGETHER) - 1)
+        tl.store(out_ptr + tile * ROOM + put, (slot << TOGETHER) + taken, mask=taken != 0)
         total += tl.sum(own, 0)
     tl.store(count_ptr + tile, total)
 
 
 @triton.jit
-def _sum(ones):
-    """Of eight nibbles of 0 or 1."""
-    return ((ones * 0x11111111) >> 28) & 15
+def _sum(filled, ONES: tl.constexpr, TOGETHER: tl.constexpr):
+    """Of a word's fields, each 0 or 1: the product's last field has it, no other runs over."""
+    return ((filled * ONES) >> (32 - TOGETHER)) & ((1 << TOGETHER) - 1)
 
 
 @triton.jit
@@ -206,7 +214,7 @@ def _attention(
     for i in tl.range(0, (count + TILE - 1) // TILE, num_stages=STAGES):
         entry = i * TILE + tl.arange(0, TILE)
         word = tl.load(listed + entry, mask=entry < count, other=0)
-        found = ((word >> 4).to(tl.int64) * KV_HEADS + kv_head) * CHANNELS
+        found = ((word >> TOGETHER).to(tl.int64) * KV_HEADS + kv_head) * CHANNELS
         read = (word != 0)[:, None] & (channel < CHANNELS)[None, :]
         key = tl.load(key_ptr + found[:, None] + channel[None, :], mask=read, other=0.0)
         value = tl.load(value_ptr + found[:, None] + channel[None, :], mask=read, other=0.0)
