@@ -8,8 +8,7 @@ from jaxtyping import Array, Float, Int
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
 from qwen4jax.pallas.compress_and_store import Gains, prepare_and_store
-from qwen4jax.pallas.index_score import index_score
-from qwen4jax.pallas.index_topk import best_of, index_topk
+from qwen4jax.pallas.index_topk.select import select
 from qwen4jax.pallas.skinny_matmul import projections, skinny_matmul
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.params import SparseAttention
@@ -67,27 +66,20 @@ def attention(
             eps=config.rms_norm_eps,
         )
     if selected is None:
-        selected = _select(config, index_query, cache, span)
+        selected = select(
+            index_query,
+            cache.index_key,
+            span.page_table,
+            span.complete,
+            span.index,
+            blocks=config.index_blocks,
+            ratio=config.indexer_compress_ratio,
+        )
     capture("indexer.selected", selected)
     with jax.named_scope("sparse_attention"):
         mixed = sparse_attention(query, gate, cache.key, cache.value, selected, span.page_table)
     with jax.named_scope("attention_projections"):
         return skinny_matmul(mixed, params.o_proj, params.o_proj_bias), cache, selected
-
-
-def _select(
-    config: Config, query: Float[Array, "B T Q I"], cache: AttentionCache, span: Span
-) -> Int[Array, "B T M"]:
-    """The tokens that the indexer chooses for each query."""
-    width = cache.index_key.shape[1] * span.page_table.shape[1]
-    group = best_of(width)
-    with jax.named_scope("index_score"):
-        scores, best = index_score(
-            query, cache.index_key, span.page_table, span.complete, group=group
-        )
-    with jax.named_scope("index_topk"):
-        blocks, ratio = config.index_blocks, config.indexer_compress_ratio
-        return index_topk(scores, span.index, best, blocks=blocks, ratio=ratio)
 
 
 class FrozenSelection(struct.PyTreeNode):

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen4jax.pallas.index_topk import IMPLEMENTATIONS, index_topk
+from qwen4jax.pallas import registry
+from qwen4jax.pallas.cases import normal
+from qwen4jax.pallas.index_topk import IMPLEMENTATIONS, index_topk, select
 from qwen4jax.pallas.index_topk.cases import CASES
 from tests import oracle
 from tests.pallas.calls import call, over_cases, runs_here
@@ -102,3 +104,34 @@ def _select(scores, index, implementation):
         return _reference(scores, index)
     with runs_here(implementation):
         return index_topk(scores, index, blocks=3, ratio=4, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("workspace", "tiles"),
+    # a place of 2 requests is 192 bytes: all 53, tiles of whole loads of keys, and smaller ones
+    [(1 << 28, 0), (53 * 192, 0), (52 * 192, 2), (20 * 192, 4), (5 * 192, 11), (1, 53)],
+)
+def test_a_chunk_in_tiles_is_the_same(monkeypatch, implementation, workspace, tiles):
+    """Rows are independent: the workspace changes neither choice nor order."""
+    rng = np.random.default_rng(3)
+    count = np.array([53, 30])
+    index = np.where(np.arange(53) < count[:, None], np.arange(53) + np.array([[2], [40]]), -1)
+    given = dict(
+        query=normal(rng, (2, 53, 4, 8)),
+        index_key=normal(rng, (8, 6, 8)),
+        page_table=jnp.asarray(rng.permutation(8).reshape(2, 4), jnp.int32),
+        complete=jnp.asarray((index + 1) // 4, jnp.int32),
+        index=jnp.asarray(index, jnp.int32),
+    )
+    run = jax.jit(lambda given: select.select(**given, blocks=5, ratio=4))
+    with runs_here(implementation), registry.using(implementation):
+        want = np.asarray(run(given))
+        monkeypatch.setattr(select, "WORKSPACE", workspace)
+        jax.clear_caches()
+        loops = str(jax.make_jaxpr(run)(given)).count("scan[")
+        assert loops == (tiles > 0)
+        np.testing.assert_array_equal(np.asarray(run(given)), want)
+    if tiles:
+        tile = select._tile(2, 53, 24)
+        assert -(-53 // tile) == tiles

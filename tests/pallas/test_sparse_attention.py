@@ -1,6 +1,7 @@
 """Attention to selected tokens against NumPy float64."""
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -29,6 +30,15 @@ def attention64(query, gate, key, value, slots, page_table=None) -> np.ndarray:
     return out
 
 
+def run(inputs, implementation) -> Any:
+    """A call, with a table of all pages in order for the implementation that wants one."""
+    if implementation == "triton_together" and "page_table" not in inputs:
+        table = jnp.arange(inputs["key"].shape[0], dtype=jnp.int32)
+        table = jnp.broadcast_to(table, (inputs["query"].shape[0], len(table)))
+        inputs = inputs | dict(page_table=table)
+    return call(sparse_attention, inputs, implementation)
+
+
 @over_cases(CASES, "sparse_attention", IMPLEMENTATIONS)
 def test_matches_float64(case, implementation):
     """Unselected places of the pool are NaN: they have no weight at all (NUM-09)."""
@@ -49,7 +59,7 @@ def test_a_query_that_selects_nothing_gets_zeros(implementation, value):
     case = next(c for c in CASES if c.name == "nothing_selected")
     inputs = case.inputs()
     inputs |= {name: jnp.full_like(inputs[name], value) for name in ("key", "value")}
-    got = np.asarray(call(sparse_attention, inputs, implementation))
+    got = np.asarray(run(inputs, implementation))
     np.testing.assert_array_equal(got, 0)
 
 
@@ -59,10 +69,10 @@ def test_the_place_an_empty_entry_falls_on_is_not_read(implementation):
     case = next(c for c in CASES if c.name == "gaps_among_the_selected")
     inputs = case.inputs()
     inputs["slots"] = jnp.where(inputs["slots"] == 0, -1, inputs["slots"])
-    want = np.asarray(call(sparse_attention, inputs, implementation))
+    want = np.asarray(run(inputs, implementation))
     for name in ("key", "value"):
         inputs[name] = inputs[name].at[0, 0].set(1e30)
-    np.testing.assert_array_equal(np.asarray(call(sparse_attention, inputs, implementation)), want)
+    np.testing.assert_array_equal(np.asarray(run(inputs, implementation)), want)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -82,15 +92,20 @@ def test_places_past_two_gigabytes(implementation):
     pool[0] = pool[-1] = np.asarray(normal(rng, (size, 1, channels), E4M3))
     pools = [jax.device_put(pool, may_alias=True)] * 2
     query, gate = (normal(rng, (1, 1, 2, channels)) for _ in range(2))
-    run: Any = functools.partial(sparse_attention, implementation=implementation)
+    attend: Any = functools.partial(sparse_attention, implementation=implementation)
     if implementation == "reference":
         # the interpreter reads the pool where it is unless it is called back from a program
-        run = jax.jit(run)
+        attend = jax.jit(attend)
     local = np.array([[[3, -1, 0, 63, 17]]])
-    far = np.where(local >= 0, local + (pages - 1) * size, -1)
-    with runs_here(implementation):
-        first = run(query, gate, *pools, jnp.asarray(local, jnp.int32))
-        last = run(query, gate, *pools, jnp.asarray(far, jnp.int32))
+    found = []
+    for page in (0, pages - 1):
+        if implementation == "triton_together":
+            where = (local, np.array([[page]]))
+        else:
+            where = (np.where(local >= 0, local + page * size, -1),)
+        with runs_here(implementation):
+            found.append(attend(query, gate, *pools, *(jnp.asarray(x, jnp.int32) for x in where)))
+    first, last = found
     assert np.abs(np.asarray(first)).max() > 0.01
     np.testing.assert_array_equal(np.asarray(last), np.asarray(first))
 
@@ -108,7 +123,7 @@ def test_a_selected_token_of_nan_makes_nan(implementation):
     for name in ("key", "value"):
         kept = jnp.ones(shape).at[spoiled // size, spoiled % size].set(jnp.nan)
         inputs[name] = kept.astype(jnp.float8_e4m3fn)
-    got = f64(call(sparse_attention, inputs, implementation))
+    got = f64(run(inputs, implementation))
     assert np.isnan(got[0, 0]).all()
 
 
@@ -118,9 +133,22 @@ def test_numbers_of_e4m3_are_exact(implementation):
     bits = np.arange(256, dtype=np.uint8)
     # but NaN
     bits = np.where(bits & 0x7F == 0x7F, 0, bits).reshape(1, 1, 1, 256)
+    bits = np.repeat(bits, 8, axis=1)
     value = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
     none = jnp.zeros((1, 1, 2, 256), jnp.bfloat16)
     slots = jnp.zeros((1, 1, 1), jnp.int32)
     inputs = dict(query=none, gate=none, key=value, value=value, slots=slots)
-    got = f64(call(sparse_attention, inputs, implementation)).reshape(2, 256)
-    np.testing.assert_array_equal(got, np.broadcast_to(f64(value).reshape(1, 256) / 2, (2, 256)))
+    got = f64(run(inputs, implementation)).reshape(2, 256)
+    np.testing.assert_array_equal(got, np.broadcast_to(f64(value)[0, 0] / 2, (2, 256)))
+
+
+@pytest.mark.parametrize("name", ["chunk_of_a_prompt", "gaps_among_the_selected", "e4m3_cache"])
+def test_many_queries_look_where_their_selection_ends(monkeypatch, name):
+    """What a long chunk takes, in a case of few queries: tiles of nothing are not gone through."""
+    kernels = importlib.import_module("qwen4jax.pallas.sparse_attention.triton_kernels")
+    inputs = next(c for c in CASES if c.name == name).inputs()
+    for constant, value in dict(SPLITS=(), _TILE=16, _MANY=0).items():
+        monkeypatch.setattr(kernels, constant, value)
+    inputs["slots"] = jnp.pad(inputs["slots"], ((0, 0), (0, 0), (0, 40)), constant_values=-1)
+    got = call(sparse_attention, inputs, "triton")
+    assert_matches(got, attention64(**inputs), share=3e-6)

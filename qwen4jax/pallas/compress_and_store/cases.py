@@ -179,6 +179,9 @@ CASES = (
     _case("prepare_and_store", "bfloat16_to_e4m3", (0, 5), (4, 2), 4, BF16, kv_dtype=E4M3),
     _case("prepare_and_store", "index_key_only", (0, 5, 3), (4, 2, 4), 4, index_queries=False),
     _case("prepare_and_store", "places_63", (3,), (63,), 63),
+    # blocks of several programs, of which the last has few; spans that end early, or do not begin
+    _case("prepare_and_store", "places_135", (6, 0, 3, 2), (135, 128, 70, 0), 135, BF16),
+    _case("prepare_and_store", "places_150_across_pages", (1, 5), (150, 3), 150, holes=14),
     *(
         _released("prepare_and_store", f"{rows}_rows", tuple(range(1000, 1000 + rows)), at, 4)
         for rows in (1, 8, 32)
@@ -192,6 +195,7 @@ CASES = (
     ),
     *(
         _released(function, "chunk", (1001,), (2048,), 2048)
-        for function in ("prepare", "store", "compress")
+        for function in ("prepare", "store", "compress", "prepare_and_store")
     ),
+    _released("prepare_and_store", "8192_tokens", (5,), (8192,), 8192),
 )

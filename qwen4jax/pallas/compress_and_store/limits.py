@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-# tokens of a request that one program pools
-_MOST_PLACES = 32
+# programs along an axis of the grid that has one for each token of a request
+_MOST_PLACES = 65535
 
 
 def refuses(cache, query_gate, key, value, index_qk, gains, span, *, ratio, eps):

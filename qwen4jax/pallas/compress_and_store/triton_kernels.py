@@ -3,8 +3,9 @@
 Bytes: 31 kB a token (24 query heads and their gates read and written, 2 kv heads, 5 index heads),
 so that 4 tokens are nothing and 128 are 4 MB, 1 us; what counts is that it is one kernel of one
 round trip to memory. Programs share the work by heads: four query heads, or a token's kv heads, or
-its index queries; one more for each request pools its index keys. Only that one reads the ring and
-writes it, with a barrier between.
+its index queries; others pool index keys, some blocks of a request each. Only the first of these
+reads the ring, for only a span's first block begins before it, and writes it, with a barrier
+between. A chunk of 8,192 tokens is 254 MB, 60 us.
 
 A rotation wants each channel's partner, which another thread holds: it is loaded a second time.
 """
@@ -18,6 +19,8 @@ from qwen4jax.state import AttentionCache
 
 # query heads of a program
 _HEADS = 4
+# blocks that a program pools, at most: more of them cost all programs registers
+_BLOCKS = 4
 
 
 def prepare_and_store(cache, query_gate, key, value, index_qk, gains, span, *, ratio, eps):
@@ -32,7 +35,7 @@ def prepare_and_store(cache, query_gate, key, value, index_qk, gains, span, *, r
     caches = (cache.key, cache.value, cache.index_key, cache.ring)
     given = (
         *(query_gate, key, value, index_qk, *gains),
-        *(span.cos, span.sin, span.slot, span.ring, span.start),
+        *(span.cos, span.sin, span.slot, span.ring, span.start, span.count),
         *(span.block, span.block_slot, span.block_cos, span.block_sin),
     )
     pairs, blocks = span.cos.shape[-1], span.block.shape[1]
@@ -59,12 +62,12 @@ def prepare_and_store(cache, query_gate, key, value, index_qk, gains, span, *, r
         INDEX_CHANNELS=index_channels,
         INDEX_DEPTH=triton.next_power_of_2(index_channels),
         PLACES=places,
-        PLACES_UP=triton.next_power_of_2(places),
         PAIRS=pairs,
         BLOCKS=blocks,
-        BLOCKS_UP=triton.next_power_of_2(blocks),
+        BLOCKS_UP=min(_BLOCKS, triton.next_power_of_2(blocks)),
         RATIO=ratio,
         RING=cache.ring.shape[1],
+        RING_UP=triton.next_power_of_2(cache.ring.shape[1]),
         SLOTS=cache.key.shape[0] * cache.key.shape[1],
         BLOCK_SLOTS=cache.index_key.shape[0] * cache.index_key.shape[1],
         EPS=eps,
@@ -87,6 +90,7 @@ def _prepare_and_store(
     slot_ptr,
     ring_place_ptr,
     start_ptr,
+    count_ptr,
     block_ptr,
     block_slot_ptr,
     block_cos_ptr,
@@ -110,17 +114,17 @@ def _prepare_and_store(
     INDEX_CHANNELS: tl.constexpr,
     INDEX_DEPTH: tl.constexpr,
     PLACES: tl.constexpr,
-    PLACES_UP: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
     RATIO: tl.constexpr,
     RING: tl.constexpr,
+    RING_UP: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    unit, row = tl.program_id(0), tl.program_id(2)
+    unit, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     token = row * PLACES + tl.program_id(1)
     cos, sin = cos_ptr + token * PAIRS, sin_ptr + token * PAIRS
     if unit < QUERY_PROGRAMS:
@@ -162,10 +166,11 @@ def _prepare_and_store(
         )
         out_at = (token * INDEX_QUERIES + head) * INDEX_CHANNELS
         _put(index_out_ptr, out_at, there, query, INDEX_CHANNELS, INDEX_DEPTH)
-    elif tl.program_id(1) == 0:
-        raw = index_ptr + (token * (INDEX_QUERIES + 1) + INDEX_QUERIES) * INDEX_CHANNELS
+    elif tl.program_id(1) * BLOCKS_UP < BLOCKS:
+        raw = index_ptr + (row * PLACES * (INDEX_QUERIES + 1) + INDEX_QUERIES) * INDEX_CHANNELS
         ring = ring_ptr + row * (RING * INDEX_CHANNELS)
-        n = tl.arange(0, BLOCKS_UP)
+        count = tl.load(count_ptr + row)
+        n = tl.program_id(1) * BLOCKS_UP + tl.arange(0, BLOCKS_UP)
         block = tl.load(block_ptr + row * BLOCKS + n, mask=n < BLOCKS, other=0)
         slot = tl.load(block_slot_ptr + row * BLOCKS + n, mask=n < BLOCKS, other=-1)
         there = (slot >= 0) & (slot < BLOCK_SLOTS)
@@ -221,21 +226,24 @@ def _prepare_and_store(
             INDEX_CHANNELS,
             INDEX_DEPTH,
         )
-        # the ring has been read by all before it is written by any
-        tl.debug_barrier()
-        place = tl.arange(0, PLACES_UP)
-        kept = tl.load(ring_place_ptr + row * PLACES + place, mask=place < PLACES, other=RING)
-        there = (kept >= 0) & (kept < RING)
-        new = _take(
-            raw,
-            place * ((INDEX_QUERIES + 1) * INDEX_CHANNELS),
-            there,
-            0,
-            INDEX_CHANNELS,
-            INDEX_DEPTH,
-            PAIRS,
-        )
-        _put(ring, kept * INDEX_CHANNELS, there, new, INDEX_CHANNELS, INDEX_DEPTH)
+        if tl.program_id(1) == 0:
+            # the ring has been read by all before it is written by any
+            tl.debug_barrier()
+            # of the tokens that there are it keeps the last ones
+            place = count - RING + tl.arange(0, RING_UP)
+            last = (place >= 0) & (place < tl.minimum(count, PLACES))
+            kept = tl.load(ring_place_ptr + row * PLACES + place, mask=last, other=RING)
+            last = (kept >= 0) & (kept < RING)
+            new = _take(
+                raw,
+                place * ((INDEX_QUERIES + 1) * INDEX_CHANNELS),
+                last,
+                0,
+                INDEX_CHANNELS,
+                INDEX_DEPTH,
+                PAIRS,
+            )
+            _put(ring, kept * INDEX_CHANNELS, last, new, INDEX_CHANNELS, INDEX_DEPTH)
 
 
 @triton.jit

@@ -61,5 +61,12 @@ CASES = (
         )
         for rows, tokens in ((1, 8192), (1, 65536), (1, 262144), (8, 65536), (32, 65536))
     ),
-    _case("released_chunk", (1, 512, 4, 128, 1024, 16), 16383, BF16, device_only=True),
+    *(
+        _case(name, (1, places, 4, 128, 1024, 16), seen, BF16, device_only=True)
+        for name, places, seen in (
+            ("released_chunk", 512, 16383),
+            ("released_chunk_from_0", 512, (np.arange(512) + 1) // 4),
+            ("released_chunk_of_2048", 2048, 16383),
+        )
+    ),
 )

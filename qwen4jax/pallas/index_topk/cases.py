@@ -161,4 +161,12 @@ CASES = (
         for rows in (8, 32)
     ),
     _case("released_chunk", np.arange(512)[None] + 65024, 16384, 512, device_only=True),
+    *(
+        _case(f"released_best_chunk_{name}", index, 16384, 512, best=True, device_only=True)
+        for name, index in (
+            ("from_0", np.arange(512)[None]),
+            ("at_64k", np.arange(512)[None] + 65024),
+            ("of_2048_at_64k", np.arange(2048)[None] + 63488),
+        )
+    ),
 )

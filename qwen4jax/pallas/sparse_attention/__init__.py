@@ -14,6 +14,11 @@ IMPLEMENTATIONS = Operation(
             needs=("triton",),
             refuses=limits.refuses,
         ),
+        "triton_together": Kernel(
+            "qwen4jax.pallas.sparse_attention.triton_together.sparse_attention",
+            needs=("triton",),
+            refuses=limits.refuses_together,
+        ),
     },
 )
 

@@ -64,6 +64,59 @@ def _case(
     return Case("sparse_attention", name, build, device_only)
 
 
+def _chunk(name, places, start, shape, blocks, dtype=BF16, *, cache=None, kept=0.8, **more):
+    """One request's chunk as the indexer selects for it: whole blocks and the open one's tail.
+
+    Args:
+        name: of the case.
+        places: of the chunk; the last three are not filled.
+        start: index of the first.
+        shape: query heads, kv heads, channels, tokens in a page.
+        blocks: most blocks selected; while there are no more, a query selects all of them.
+        dtype: of queries and gates.
+        cache: of keys and values.
+        kept: share of a query's blocks that the next one selects too.
+        more: see `Case`.
+    """
+    heads, kv_heads, channels, size = shape
+    ratio, filled = 4, places - 3
+
+    def build(rng):
+        slots = np.full((1, places, blocks * ratio + ratio - 1), -1)
+        chosen = np.zeros(0, int)
+        for place in range(filled):
+            tokens = start + place + 1
+            complete = tokens // ratio
+            if complete <= blocks:
+                chosen = np.arange(complete)
+            else:
+                left = chosen[rng.random(len(chosen)) < kept]
+                others = np.setdiff1d(np.arange(complete), left)
+                new = rng.choice(others, blocks - len(left), replace=False)
+                chosen = np.sort(np.concatenate([left, new]))
+            members = (chosen[:, None] * ratio + np.arange(ratio)).reshape(-1)
+            slots[0, place, : len(members)] = members
+            tail = np.arange(complete * ratio, tokens)
+            slots[0, place, blocks * ratio :][: len(tail)] = tail
+        pages = -(-(start + filled) // size)
+        table = rng.permutation(pages)[None]
+        read = np.zeros(pages * size, bool)
+        taken = slots[slots >= 0]
+        read[table[0, taken // size] * size + taken % size] = True
+        read = jnp.asarray(read.reshape(pages, size))[..., None, None]
+        pool = (pages, size, kv_heads, channels)
+        return dict(
+            query=normal(rng, (1, places, heads, channels), dtype),
+            gate=normal(rng, (1, places, heads, channels), dtype),
+            key=jnp.where(read, normal(rng, pool), jnp.nan).astype(cache or dtype),
+            value=jnp.where(read, normal(rng, pool), jnp.nan).astype(cache or dtype),
+            slots=integers(slots),
+            page_table=integers(table),
+        )
+
+    return Case("sparse_attention", name, build, **more)
+
+
 _RELEASED = (24, 2, 256)
 
 CASES = (
@@ -87,6 +140,9 @@ CASES = (
     _case("selected_2051", (1, 1, 6, 1, 16, 40, 64), (2051, 2051), BF16),
     _case("selected_2047_of_2054", (1, 4, 4, 2, 16, 40, 64), (2054, 2047), BF16, paged=True),
     _case("selected_2048_by_12", (3, 4, 2, 1, 16, 80, 64), (2051, 2048), BF16),
+    _chunk("chunk_of_a_prompt", 37, 0, (6, 2, 16, 8), 4),
+    _chunk("chunk_further_on", 21, 70, (6, 2, 16, 8), 8, F32, kept=0.5),
+    _chunk("chunk_e4m3", 21, 70, (6, 2, 16, 8), 8, cache=E4M3),
     *(
         _case(
             f"released_{name}",
@@ -117,4 +173,22 @@ CASES = (
         for kind in (BF16, E4M3)
     ),
     _case("released_chunk", (1, 512, *_RELEASED, 1024, 64), (2051, 2051), BF16, device_only=True),
+    *(
+        _chunk(
+            f"released_chunk_{name}",
+            places,
+            start,
+            (*_RELEASED, 64),
+            512,
+            cache=kind,
+            device_only=True,
+        )
+        for name, places, start, kind in (
+            ("from_0", 512, 0, BF16),
+            ("from_2k", 2048, 2048, BF16),
+            ("at_64k", 512, 65024, BF16),
+            ("of_2048_at_64k", 2048, 63488, BF16),
+            ("of_2048_at_64k_e4m3", 2048, 63488, E4M3),
+        )
+    ),
 )

@@ -2,6 +2,9 @@
 
 import jax.numpy as jnp
 
+# queries of a request that read together in `triton_together`, 4 or 8: bits of a token's mark
+TOGETHER = 4
+
 _KEPT = (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn)
 
 
@@ -20,3 +23,17 @@ def refuses(query, gate, key, value, slots, page_table=None):
     if key.dtype == jnp.float8_e4m3fn and query.shape[3] % 4:
         return f"reads e4m3 in words of 4 channels, and there are {query.shape[3]}"
     return None
+
+
+def refuses_together(query, gate, key, value, slots, page_table=None):
+    """What keeps the kernel of queries that read together from these arguments, if anything."""
+    if page_table is None:
+        return "is for tokens' numbers in their row, with a page table"
+    if query.shape[2] // key.shape[2] > 16:
+        return f"is for up to 16 query heads of a kv head, not {query.shape[2] // key.shape[2]}"
+    if key.shape[1] % 8:
+        return f"is for pages of whole eights of tokens, not of {key.shape[1]}"
+    most = 1 << (31 - TOGETHER)
+    if key.shape[0] * key.shape[1] > most:
+        return f"is for up to {most} tokens in all pages"
+    return refuses(query, gate, key, value, slots, page_table)

@@ -33,6 +33,8 @@ SPLITS = ((2, 64, 32), (8, 32, 64), (16, 16, 32), (32, 8, 32), (64, 4, 32), (128
 _TILE, _WARPS = 32, 4
 # of the loop over tiles: slot numbers are two ahead, keys and values one, or two of half the bytes
 _STAGES, _E4M3_STAGES = 5, 7
+# pairs above which a program looks where its selection ends: the first tokens of a prompt have few
+_MANY = 512
 # channels of a merging program
 _SLICE = 64
 
@@ -106,6 +108,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
         REST_PART=0 if whole else parts,
         WHOLE=whole,
+        ENDS=whole and each > 1 and pairs > _MANY,
         STAGES=stages if each > 1 else 1,
     )
     if whole:
@@ -152,6 +155,7 @@ def _sparse_attention(
     REST: tl.constexpr,
     REST_PART: tl.constexpr,
     WHOLE: tl.constexpr,
+    ENDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -175,7 +179,10 @@ def _sparse_attention(
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     first = part * EACH
-    for i in tl.range(first, tl.minimum(first + EACH, FULL), num_stages=STAGES):
+    end = tl.minimum(first + EACH, FULL)
+    if ENDS:
+        end = tl.minimum(end, _tiles(slots, FULL, TILE))
+    for i in tl.range(first, end, num_stages=STAGES):
         entry = i * TILE + tl.arange(0, TILE)
         slot = _slots(slots, table, entry, entry < FULL * TILE, PAGE, PAGES)
         found, spoiled = _load(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS)
@@ -207,6 +214,14 @@ def _sparse_attention(
     else:
         tl.store(out_ptr + place[:, None] * CHANNELS + channel[None, :], out, mask=there)
         tl.store(weight_ptr + place, top + tl.log2(total), mask=member < SHARED)
+
+
+@triton.jit
+def _tiles(slots, FULL: tl.constexpr, TILE: tl.constexpr):
+    """Tiles up to the last one, of those that are full, in which anything is selected."""
+    entry = tl.arange(0, triton.next_power_of_2(FULL * TILE))
+    slot = tl.load(slots + entry, mask=entry < FULL * TILE, other=-1)
+    return tl.max(tl.where(slot >= 0, entry // TILE + 1, 0), 0)
 
 
 @triton.jit
