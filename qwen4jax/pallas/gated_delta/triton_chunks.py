@@ -140,16 +140,14 @@ def recur_kernel(
     one = tl.where(t[:, None] == t[None, :], 1.0, 0.0).to(tl.bfloat16)
     total = tl.load(scales_at + 3 * CHUNK, mask=n > 0, other=1.0)
     for chunk in range(0, tl.cdiv(n, CHUNK)):
-        q = tl.load(q_at + keys)
-        k = tl.load(q_at + H * K + keys)
         # what no pipeline loads ahead is asked for well before its use
         q_scale = tl.load(scales_at + CHUNK + t)
         more = (chunk + 1) * CHUNK < n
         next_total = tl.load(scales_at + (V * 4 + 3) * CHUNK, mask=more, other=1.0)
+        k = tl.load(q_at + H * K + keys)
+        old, middle, low = split_three(s)
+        read = tl.dot(old, tl.trans(k), tl.dot(middle, tl.trans(k), tl.dot(low, tl.trans(k))))
         v = tl.dot(tl.trans(tl.load(v_at + values)), one)
-        high, middle, low = split_three(s)
-        out = tl.dot(high, tl.trans(q))
-        read = tl.dot(high, tl.trans(k), tl.dot(middle, tl.trans(k), tl.dot(low, tl.trans(k))))
         right = v - tl.load(scales_at + t)[None, :] * read
 
         up, down = _to_narrow(right)
@@ -157,6 +155,7 @@ def recur_kernel(
         solved = tl.trans(tl.load(solve_at + square))
         solved_low = tl.trans(tl.load(solve_at + CHUNK * CHUNK + square))
         delta = tl.dot(high, solved, tl.dot(high, solved_low, tl.dot(low, solved))) * (1 / SCALE)
+        out = tl.dot(old, tl.trans(tl.load(q_at + keys)))
         mixed_in = tl.dot(delta.to(tl.float16), tl.trans(tl.load(mixing_at + square)))
         out = out * q_scale[None, :] + mixed_in * (down * (1 / SCALE))[:, None]
         live = (t < n - chunk * CHUNK)[:, None]
@@ -201,7 +200,7 @@ def finish_kernel(
 # tokens and channels of a convolution's program, 8 channels a thread
 _CONV_TOKENS, _CONV_CHANNELS = 16, 1024
 # value channels, warps and pipeline depth of the recurrence
-_RECUR_CHANNELS, _RECUR_WARPS, _RECUR_STAGES = 64, 4, 2
+_RECUR_CHANNELS, _RECUR_WARPS, _RECUR_STAGES = 64, 4, 3
 _PREPARE_WARPS = 4
 _FINISH_TOKENS = 32
 
