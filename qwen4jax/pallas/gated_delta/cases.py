@@ -16,6 +16,8 @@ _UNEVEN = (1, 3, 8, 16)
 # the least that tensor cores take
 _TENSOR = (1, 2, 16, 32)
 _RELEASED = (16, 48, 128, 128)
+# of a rank of four
+_QUARTER = (4, 12, 128, 128)
 
 
 def _arguments(rng, rows, places, heads, dtype, strength=1.0) -> dict[str, Any]:
@@ -196,6 +198,15 @@ CASES = (
     ),
     *(
         _chunks(f"released_{length}", (length,), length, _RELEASED, BF16, device_only=True)
-        for length in (512, 4096, 8192)
+        for length in (512, 2048, 4096, 8192)
     ),
+    _chunks(
+        "released_8_rows_of_1024",
+        (1024, 1000, 700, 513, 512, 64, 1, 0),
+        1024,
+        _RELEASED,
+        BF16,
+        device_only=True,
+    ),
+    _chunks("quarter_8192", (8192,), 8192, _QUARTER, BF16, device_only=True),
 )

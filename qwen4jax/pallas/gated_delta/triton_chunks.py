@@ -139,7 +139,7 @@ def recur_kernel(
     # turns the values without leaving the registers' layout, and exactly
     one = tl.where(t[:, None] == t[None, :], 1.0, 0.0).to(tl.bfloat16)
     total = tl.load(scales_at + 3 * CHUNK, mask=n > 0, other=1.0)
-    for chunk in range(0, tl.cdiv(n, CHUNK)):
+    for chunk in range(tl.cdiv(n, CHUNK)):
         # what no pipeline loads ahead is asked for well before its use
         q_scale = tl.load(scales_at + CHUNK + t)
         more = (chunk + 1) * CHUNK < n
