@@ -7,14 +7,16 @@ output norm, which wants all channels of a head.
 
 The floor for 8,192 tokens and 48 value heads of 128 x 128 (6,144 chunks of heads), on an H200:
 bytes 0.34 GB convolution + 0.22 GB preparation + 0.42 GB recurrence + 0.40 GB norm = 1.4 GB, 320 us
-at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 7.3 million multiplications
-a chunk and head as counted below, 90 TFLOP in all, 90 us at the peak of bf16, 125 us on the 96
-multiprocessors that have a program. Its steps wait for each other: about 3,000 cycles each, 215 us.
+at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 10 million multiplications a
+chunk and head as counted below, 0.12 PFLOP in all, 125 us at the peak of bf16 and 170 us on the 96
+multiprocessors that have a program. Its products wait for each other: 2,400 cycles of them a chunk
+and half as much again of latency, 128 chunks, 270 us.
 
-Precision. The convolution leaves bfloat16, so queries, keys and values are exact operands, and the
-unit norms are factors of rows. Other operands are split into two bfloat16, 16 bits together:
-what reaches the state is multiplied in two or three products and is good to about 2**-17, while
-what only reaches the output, of bfloat16 itself, is multiplied in one.
+Precision: the state is good to float32 rounding, as that of single steps. The convolution leaves
+bfloat16, so queries, keys and values are exact operands, and the unit norms are factors of rows.
+What meets keys is split into three bfloat16, all 24 bits. The triangular system's inverse and right
+side, whose ranges are known, are two float16 each: 22 bits of the largest, and three products. What
+only reaches the output, of bfloat16 itself, is multiplied in one.
 """
 
 import dataclasses
