@@ -30,13 +30,15 @@ from qwen4jax.pallas.gated_delta.triton_kernels import _gated
 from qwen4jax.pallas.gated_delta.triton_prepare import (
     CHUNK,
     SCALE,
+    exponent_of,
+    power,
     prepare_kernel,
-    split_three,
-    split_two,
+    split,
 )
 from qwen4jax.pallas.triton_call import triton_call
 
-# of the largest correction of a channel's tokens, where it is in float16
+# exponent to which rows are brought in float16: a row of 64 then stays in it when the triangular
+# system is solved, as no entry of the inverse is above 1
 _LARGEST = tl.constexpr(8)
 
 
@@ -94,22 +96,18 @@ def convolve_kernel(
 
 
 @triton.jit
-def _to_narrow(x):
-    """Powers of two: those that bring the largest of each row of `x` to `2**_LARGEST`, and back.
+def _size(x):
+    """Exponents of the powers of two that rows of `x` are divided by to go into float16.
 
-    The triangular system can then not leave float16: no entry of its inverse is above 1, and there
-    are 64 to a row.
+    They are cut where a power or its inverse would not be a normal number.
     """
-    largest = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) >> 23
-    # 127 is the exponent of 1; the clamp keeps both of them normal numbers
-    largest = tl.minimum(tl.maximum(largest, 32), 252) - (127 + _LARGEST)
-    up = ((127 - largest) << 23).to(tl.float32, bitcast=True)
-    return up, ((127 + largest) << 23).to(tl.float32, bitcast=True)
+    largest = exponent_of(tl.max(tl.abs(x), axis=1))
+    return tl.minimum(tl.maximum(largest, -80), 120) - _LARGEST
 
 
 @triton.jit
 def recur_kernel(
-    mixed, solve, mixing, scales, count, state,
+    mixed, narrow, solve, mixing, scales, count, state,
     raw,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     K: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, C: tl.constexpr,
@@ -128,14 +126,14 @@ def recur_kernel(
     s = tl.trans(tl.load(own))
 
     # numbers move on from chunk to chunk, where tensors of addresses would hold registers
-    q_at = mixed + row.to(tl.int64) * (N * CHUNK * C) + head // (V // H) * K
+    q_at = narrow + row.to(tl.int64) * (N * CHUNK * 2 * H * K) + head // (V // H) * K
     v_at = mixed + row.to(tl.int64) * (N * CHUNK * C) + 2 * H * K + head * E
     raw_at = raw + row.to(tl.int64) * (T * V * E) + head * E
     part = (row * N * V + head).to(tl.int64)
     mixing_at = mixing + part * (CHUNK * CHUNK)
     solve_at = solve.to(tl.pointer_type(tl.float16), bitcast=True) + part * (2 * CHUNK * CHUNK)
     scales_at = scales + part * (4 * CHUNK)
-    keys = t[:, None] * C + kk[None, :]
+    keys = t[:, None] * (2 * H * K) + kk[None, :]
     values = t[:, None] * C + e[None, :]
     square = t[:, None] * CHUNK + t[None, :]
     # turns the values without leaving the registers' layout, and exactly
@@ -147,29 +145,34 @@ def recur_kernel(
         more = (chunk + 1) * CHUNK < n
         next_total = tl.load(scales_at + (V * 4 + 3) * CHUNK, mask=more, other=1.0)
         k = tl.load(q_at + H * K + keys)
-        old, middle, low = split_three(s)
-        read = tl.dot(old, tl.trans(k), tl.dot(middle, tl.trans(k), tl.dot(low, tl.trans(k))))
+        # powers of two by rows bring operands into the range of float16, and results back
+        s_size = _size(s)
+        old, low = split(s * power(-s_size)[:, None])
+        read = tl.dot(old, tl.trans(k), tl.dot(low, tl.trans(k)))
+        read *= tl.load(scales_at + t)[None, :] * power(s_size)[:, None]
         v = tl.dot(tl.trans(tl.load(v_at + values)), one)
-        right = v - tl.load(scales_at + t)[None, :] * read
+        right = v - read
 
-        up, down = _to_narrow(right)
-        high, low, _ = split_two(right * up[:, None], tl.float16)
+        # not so far up that the state would overflow there
+        size = tl.maximum(_size(right), s_size - 20)
+        up, down = power(-size)[:, None], power(size)[:, None]
+        high, low = split(right * up)
         solved = tl.trans(tl.load(solve_at + square))
         solved_low = tl.trans(tl.load(solve_at + CHUNK * CHUNK + square))
         delta = tl.dot(high, solved, tl.dot(high, solved_low, tl.dot(low, solved))) * (1 / SCALE)
         out = tl.dot(old, tl.trans(tl.load(q_at + keys)))
+        out *= q_scale[None, :] * power(s_size)[:, None]
         mixed_in = tl.dot(delta.to(tl.float16), tl.trans(tl.load(mixing_at + square)))
-        out = out * q_scale[None, :] + mixed_in * (down * (1 / SCALE))[:, None]
+        out += mixed_in * (down * (1 / SCALE))
         live = (t < n - chunk * CHUNK)[:, None]
         to = raw_at + t[:, None] * (V * E) + e[None, :]
         tl.store(to, tl.trans(out.to(raw.dtype.element_ty)), mask=live)
 
-        pushed = delta * down[:, None] * tl.load(scales_at + 2 * CHUNK + t)[None, :]
-        high, middle, low = split_three(pushed)
-        s = tl.dot(high, k, tl.dot(middle, k, tl.dot(low, k, s * total)))
+        high, low = split(delta * tl.load(scales_at + 2 * CHUNK + t)[None, :])
+        s = tl.dot(high, k, tl.dot(low, k, s * (up * total))) * down
         total = next_total
 
-        q_at += CHUNK * C
+        q_at += CHUNK * 2 * H * K
         v_at += CHUNK * C
         raw_at += CHUNK * V * E
         mixing_at += V * CHUNK * CHUNK
@@ -227,11 +230,12 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         T=places, PADDED=number * 64, C=width, TB=_CONV_TOKENS, CB=channels,
     )  # fmt: skip
     sizes = dict(T=places, N=number, H=key_heads, V=heads, K=key, C=width)
-    solve, mixing, scales = triton_call(
+    narrow, solve, mixing, scales = triton_call(
         mixed, a, b, weights.A_log, weights.dt_bias, count,
         kernel=prepare_kernel,
         name=f"gated_delta_prepare_{label}",
         out=(
+            like((rows, number * 64, 2, key_heads, key), jnp.float16),
             like((rows, number, heads, 64, 64), jnp.float32),
             like((rows, number, heads, 64, 64), jnp.float16),
             like((rows, number, heads, 4, 64), jnp.float32),
@@ -242,14 +246,14 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     )  # fmt: skip
     part = min(_RECUR_CHANNELS, value)
     recurrent, raw = triton_call(
-        mixed, solve, mixing, scales, count, state.recurrent,
+        mixed, narrow, solve, mixing, scales, count, state.recurrent,
         kernel=recur_kernel,
         name=f"gated_delta_recur_{label}",
         out=(like(state.recurrent.shape, jnp.float32), like(z.shape, jnp.bfloat16)),
         grid=(heads * (value // part), rows),
         num_warps=_RECUR_WARPS,
         num_stages=_RECUR_STAGES,
-        aliases={5: 0},
+        aliases={6: 0},
         E=value, EB=part,
         **sizes,
     )  # fmt: skip

@@ -21,19 +21,22 @@ _GRID = tl.constexpr(1024.0)
 
 
 @triton.jit
-def split_two(x, kind: tl.constexpr):
-    """A float32 as the sum of two narrow numbers, and what is left."""
-    high = x.to(kind)
-    rest = x - high.to(tl.float32)
-    low = rest.to(kind)
-    return high, low, rest - low.to(tl.float32)
+def split(x):
+    """A float32 as the sum of two float16: 22 bits, where it is neither large nor tiny."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def split_three(x):
-    """A float32 as the sum of three bfloat16: all of its digits."""
-    high, middle, rest = split_two(x, tl.bfloat16)
-    return high, middle, rest.to(tl.bfloat16)
+def power(exponent):
+    """`2**exponent` of a normal number."""
+    return ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(x):
+    """The power of two not above `x`, which is not negative."""
+    return (x.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
@@ -85,11 +88,10 @@ def _invert_halves(m):
 
 @triton.jit
 def _product(x, y):
-    """`x y` to float32 rounding: of the nine products of parts, those above 2**-24."""
-    x, x_middle, x_low = split_three(x)
-    y, y_middle, y_low = split_three(y)
-    small = tl.dot(x, y_low, tl.dot(x_low, y, tl.dot(x_middle, y_middle)))
-    return tl.dot(x, y, tl.dot(x, y_middle, tl.dot(x_middle, y, small)))
+    """`x y` of matrices with entries up to about 1, to 22 bits of the largest."""
+    x, x_low = split(x * SCALE)
+    y, y_low = split(y * SCALE)
+    return tl.dot(x, y, tl.dot(x, y_low, tl.dot(x_low, y))) * (1 / SCALE / SCALE)
 
 
 @triton.jit
@@ -108,14 +110,27 @@ def _join_halves(m):
 
 
 @triton.jit
+def _narrow(x, to, wanted):
+    """What brings rows to unit norm, and what their copies in float16 were multiplied with."""
+    wide = x.to(tl.float32)
+    unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + _UNIT_EPS)
+    near = power(exponent_of(unit) + 1)
+    if wanted:
+        tl.store(to, (wide * near[:, None]).to(tl.float16))
+    return unit, unit / near
+
+
+@triton.jit
 def prepare_kernel(
     mixed, a, b, a_log, dt_bias, count,
-    solve, mixing, scales,
+    narrow, solve, mixing, scales,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head: all that does not depend on the state.
 
+    `narrow` has queries and keys in float16, brought near unit norm by powers of two, which is
+    exact but for what is below 2**-25 of the norm.
     `solve` is `(I + A)^-1 diag(beta)` with `A = beta_i k_i k_j exp(g_j+1 + ... + g_i)` below the
     diagonal, as two float16 matrices in the memory of one of float32, where it is also inverted;
     `mixing` has the products of queries with keys; `scales` the factors of rows.
@@ -125,13 +140,14 @@ def prepare_kernel(
     if chunk * CHUNK < n:
         t = tl.arange(0, CHUNK)
         tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
-        at = mixed + tokens[:, None] * C + head // (V // H) * K + tl.arange(0, K)[None, :]
+        key_head, kk = head // (V // H), tl.arange(0, K)
+        at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
+        to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
+        first = head % (V // H) == 0
         q = tl.load(at)
+        q_unit, q_rest = _narrow(q, to, first)
         k = tl.load(at + H * K)
-        wide = k.to(tl.float32)
-        k_unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + _UNIT_EPS)
-        wide = q.to(tl.float32)
-        q_unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + _UNIT_EPS) * K**-0.5
+        k_unit, k_rest = _narrow(k, to + H * K, first)
 
         g, beta = _gates(a, b, a_log, dt_bias, row, head, chunk * CHUNK + t, n, T, V)
         # sums of the coarse parts are exact and those of the rest small: a difference of two sums
@@ -149,14 +165,14 @@ def prepare_kernel(
 
         part = (row * N + chunk) * V + head
         to = scales + part * (4 * CHUNK) + t
-        tl.store(to, since * k_unit)
-        tl.store(to + CHUNK, since * q_unit)
-        tl.store(to + 2 * CHUNK, rest * k_unit)
+        tl.store(to, since * k_rest)
+        tl.store(to + CHUNK, since * (q_rest * K**-0.5))
+        tl.store(to + 2 * CHUNK, rest * k_rest)
         tl.store(to + 3 * CHUNK, tl.exp(total_coarse + total_fine) + tl.zeros_like(rest))
 
         start = part.to(tl.int64) * (CHUNK * CHUNK)
         square = t[:, None] * CHUNK + t[None, :]
-        pairs = tl.dot(q, tl.trans(k)) * weight * (q_unit * SCALE)[:, None]
+        pairs = tl.dot(q, tl.trans(k)) * weight * (q_unit * (SCALE * K**-0.5))[:, None]
         tl.store(mixing + start + square, pairs.to(tl.float16))
         pairs = tl.dot(k, tl.trans(k)) * weight * (beta * k_unit)[:, None]
         system = tl.where(t[:, None] > t[None, :], pairs, 0.0)
@@ -165,7 +181,7 @@ def prepare_kernel(
         tl.debug_barrier()
         _invert_halves(m)
         _join_halves(m)
-        high, low, _ = split_two(tl.load(m + square) * (beta * SCALE)[None, :], tl.float16)
+        high, low = split(tl.load(m + square) * (beta * SCALE)[None, :])
         tl.debug_barrier()
         halves = m.to(tl.pointer_type(tl.float16), bitcast=True)
         tl.store(halves + square, high)
