@@ -116,7 +116,9 @@ def test_an_infinite_decay_resets_the_state(implementation):
     other = dataclasses.replace(state, recurrent=1e3 - state.recurrent * 7)
     two = call(chunks, inputs | {"state": other}, implementation)
     np.testing.assert_array_equal(f64(one[0][:, 60:]), f64(two[0][:, 60:]))
-    np.testing.assert_array_equal(f64(one[1].recurrent), f64(two[1].recurrent))
+    # the size of what was there before may decide how the last digits are rounded
+    left = 1e-7 if tensor_cores else 0.0
+    assert_matches(one[1].recurrent, f64(two[1].recurrent), share=left, steps=0)
     assert np.abs(f64(one[0][:, :5]) - f64(two[0][:, :5])).max() > 1e-3
 
 
