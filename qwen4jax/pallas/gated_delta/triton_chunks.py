@@ -6,17 +6,17 @@ all chunks at once; the chunks of a head one after the other, for a slice of its
 output norm, which wants all channels of a head.
 
 The floor for 8,192 tokens and 48 value heads of 128 x 128 (6,144 chunks of heads), on an H200:
-bytes 0.34 GB convolution + 0.22 GB preparation + 0.42 GB recurrence + 0.40 GB norm = 1.4 GB, 320 us
-at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 10 million multiplications a
-chunk and head as counted below, 0.12 PFLOP in all, 125 us at the peak of bf16 and 170 us on the 96
-multiprocessors that have a program. Its products wait for each other: 2,400 cycles of them a chunk
-and half as much again of latency, 128 chunks, 270 us.
+bytes 0.34 GB convolution + 0.28 GB preparation + 0.42 GB recurrence + 0.30 GB norm = 1.3 GB, 310 us
+at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 8.9 million multiplications
+a chunk and head as counted below, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the 96
+multiprocessors that have a program. They wait for each other: 1,900 cycles of products a chunk,
+and as much again of latency and of conversions between them, 128 chunks, 280 us.
 
 Precision: the state is good to float32 rounding, as that of single steps. The convolution leaves
-bfloat16, so queries, keys and values are exact operands, and the unit norms are factors of rows.
-What meets keys is split into three bfloat16, all 24 bits. The triangular system's inverse and right
-side, whose ranges are known, are two float16 each: 22 bits of the largest, and three products. What
-only reaches the output, of bfloat16 itself, is multiplied in one.
+bfloat16, so queries, keys and values are exact operands (in float16 too, near unit norm), and the
+unit norms are factors of rows. Every other operand whose product reaches the state is the sum of
+two float16, 22 bits of the largest of its row, which a power of two brings into their range. What
+only reaches the output, of bfloat16 itself, is one of them.
 """
 
 import dataclasses
@@ -153,10 +153,9 @@ def recur_kernel(
         v = tl.dot(tl.trans(tl.load(v_at + values)), one)
         right = v - read
 
-        # not so far up that the state would overflow there
-        size = tl.maximum(_size(right), s_size - 20)
-        up, down = power(-size)[:, None], power(size)[:, None]
-        high, low = split(right * up)
+        size = _size(right)
+        down = power(size)[:, None]
+        high, low = split(right * power(-size)[:, None])
         solved = tl.trans(tl.load(solve_at + square))
         solved_low = tl.trans(tl.load(solve_at + CHUNK * CHUNK + square))
         delta = tl.dot(high, solved, tl.dot(high, solved_low, tl.dot(low, solved))) * (1 / SCALE)
@@ -169,7 +168,8 @@ def recur_kernel(
         tl.store(to, tl.trans(out.to(raw.dtype.element_ty)), mask=live)
 
         high, low = split(delta * tl.load(scales_at + 2 * CHUNK + t)[None, :])
-        s = tl.dot(high, k, tl.dot(low, k, s * (up * total))) * down
+        # added up here: tensor cores cut sums off, and the state must not shrink with every chunk
+        s = s * total + tl.dot(high, k, tl.dot(low, k)) * down
         total = next_total
 
         q_at += CHUNK * 2 * H * K
