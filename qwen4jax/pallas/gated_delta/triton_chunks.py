@@ -8,8 +8,8 @@ output norm, which wants all channels of a head.
 The floor for 8,192 tokens and 48 value heads of 128 x 128 (6,144 chunks of heads), on an H200:
 bytes 0.34 GB convolution + 0.28 GB preparation + 0.42 GB recurrence + 0.30 GB norm = 1.3 GB, 310 us
 at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 8.9 million multiplications
-a chunk and head as counted below, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the 96
-multiprocessors that have a program. They wait for each other: 1,900 cycles of products a chunk,
+a chunk and head as counted below, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the
+96 multiprocessors that have a program. They wait for each other: 1,900 cycles of products a chunk,
 and as much again of latency and of conversions between them, 128 chunks, 280 us.
 
 Precision: the state is good to float32 rounding, as that of single steps. The convolution leaves
