@@ -167,7 +167,11 @@ def recur_kernel(
         to = raw_at + t[:, None] * (V * E) + e[None, :]
         tl.store(to, tl.trans(out.to(raw.dtype.element_ty)), mask=live)
 
-        high, low = split(delta * tl.load(scales_at + 2 * CHUNK + t)[None, :])
+        # a chunk may have decayed to far below its corrections: again a power of its own
+        pushed = delta * tl.load(scales_at + 2 * CHUNK + t)[None, :]
+        more_size = _size(pushed)
+        high, low = split(pushed * power(-more_size)[:, None])
+        down *= power(more_size)[:, None]
         # added up here: tensor cores cut sums off, and the state must not shrink with every chunk
         s = s * total + tl.dot(high, k, tl.dot(low, k)) * down
         total = next_total
