@@ -33,6 +33,7 @@ from qwen4jax.pallas.gated_delta.triton_prepare import (
     exponent_of,
     power,
     prepare_kernel,
+    silu,
     split,
 )
 from qwen4jax.pallas.triton_call import triton_call
@@ -89,8 +90,8 @@ def convolve_kernel(
         to = mixed + (row.to(tl.int64) * PADDED + first) * C + channel
         for i in tl.static_range(TB):
             x3 = _place(qkv, conv, row, first + i, n, channel, T, C).to(tl.float32)
-            y = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
-            y = tl.where(first + i < n, y * tl.sigmoid(y), 0.0)
+            y = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
+            y = tl.where(first + i < n, silu(y), 0.0)
             tl.store(to + i * C, y.to(mixed.dtype.element_ty), mask=channel < C)
             x0, x1, x2 = x1, x2, x3
 
@@ -149,9 +150,10 @@ def recur_kernel(
         s_size = _size(s)
         old, low = split(s * power(-s_size)[:, None])
         read = tl.dot(old, tl.trans(k), tl.dot(low, tl.trans(k)))
-        read *= tl.load(scales_at + t)[None, :] * power(s_size)[:, None]
         v = tl.dot(tl.trans(tl.load(v_at + values)), one)
-        right = v - read
+        read *= power(s_size)[:, None]
+        # fused, which XLA's Triton does only where it is written
+        right = tl.fma(read, -tl.load(scales_at + t)[None, :], v)
 
         size = _size(right)
         down = power(size)[:, None]
@@ -162,7 +164,7 @@ def recur_kernel(
         out = tl.dot(old, tl.trans(tl.load(q_at + keys)))
         out *= q_scale[None, :] * power(s_size)[:, None]
         mixed_in = tl.dot(delta.to(tl.float16), tl.trans(tl.load(mixing_at + square)))
-        out += mixed_in * (down * (1 / SCALE))
+        out = tl.fma(mixed_in, down * (1 / SCALE), out)
         live = (t < n - chunk * CHUNK)[:, None]
         to = raw_at + t[:, None] * (V * E) + e[None, :]
         tl.store(to, tl.trans(out.to(raw.dtype.element_ty)), mask=live)
@@ -173,7 +175,7 @@ def recur_kernel(
         high, low = split(pushed * power(-more_size)[:, None])
         down *= power(more_size)[:, None]
         # added up here: tensor cores cut sums off, and the state must not shrink with every chunk
-        s = s * total + tl.dot(high, k, tl.dot(low, k)) * down
+        s = tl.fma(s, total, tl.dot(high, k, tl.dot(low, k)) * down)
         total = next_total
 
         q_at += CHUNK * 2 * H * K
