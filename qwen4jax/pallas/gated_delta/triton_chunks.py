@@ -194,18 +194,16 @@ def finish_kernel(
     T: tl.constexpr, V: tl.constexpr, E: tl.constexpr, TB: tl.constexpr,
     EPS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Output norm and gate of `TB` tokens of one head."""
+    """Output norm and gate of `TB` tokens of one head; 0 from `count` on."""
     head, row = tl.program_id(0), tl.program_id(2)
     t = tl.program_id(1) * TB + tl.arange(0, TB)
-    n = tl.load(count + row)
-    if tl.program_id(1) * TB < n:
-        e = tl.arange(0, E)
-        at = (row.to(tl.int64) * T + t[:, None]) * (V * E) + head * E + e[None, :]
-        live = (t < n)[:, None]
-        o = tl.load(raw + at, mask=live, other=0.0).to(tl.float32)
-        gate = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
-        o = _gated(o, gate, tl.load(norm + e).to(tl.float32), EPS, E, SIGMOID)
-        tl.store(out + at, o.to(out.dtype.element_ty), mask=live)
+    e = tl.arange(0, E)
+    at = (row.to(tl.int64) * T + t[:, None]) * (V * E) + head * E + e[None, :]
+    live = (t < tl.load(count + row))[:, None]
+    o = tl.load(raw + at, mask=live, other=0.0).to(tl.float32)
+    gate = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
+    o = _gated(o, gate, tl.load(norm + e).to(tl.float32), EPS, E, SIGMOID)
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=(t < T)[:, None])
 
 
 # tokens and channels of a convolution's program, 8 channels a thread
