@@ -85,6 +85,17 @@ def _halves(words: np.ndarray) -> np.ndarray:
     return np.where(bits >> 15, -value, value)
 
 
+def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """A function of float32 on words; results below the normal numbers are 0."""
+
+    def run(a: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            value = function(a.view(np.float32).astype(np.float64)).astype(np.float32)
+        return np.where(np.abs(value) < np.finfo(np.float32).tiny, 0, value).view(np.uint32)
+
+    return run
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
@@ -94,4 +105,6 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _product,
+    "ex2.approx.ftz.f32": _float(np.exp2),
+    "rcp.approx.ftz.f32": _float(np.reciprocal),
 }

@@ -109,13 +109,16 @@ def test_chunks_match_float64(case, implementation):
 @pytest.mark.parametrize("implementation", CHUNK)
 def test_an_infinite_decay_resets_the_state(implementation):
     """NUM-14: after a token with log decay -inf nothing of the old state is left."""
-    inputs = case_inputs("chunks", "strong_decay_and_reset")
+    tensor_cores = "tensor_" if implementation == "triton" else ""
+    inputs = case_inputs("chunks", f"{tensor_cores}strong_decay_and_reset")
     state = inputs["state"]
     one = call(chunks, inputs, implementation)
     other = dataclasses.replace(state, recurrent=1e3 - state.recurrent * 7)
     two = call(chunks, inputs | {"state": other}, implementation)
     np.testing.assert_array_equal(f64(one[0][:, 60:]), f64(two[0][:, 60:]))
-    np.testing.assert_array_equal(f64(one[1].recurrent), f64(two[1].recurrent))
+    # the size of what was there before may decide how the last digits are rounded
+    left = 1e-7 if tensor_cores else 0.0
+    assert_matches(one[1].recurrent, f64(two[1].recurrent), share=left, steps=0)
     assert np.abs(f64(one[0][:, :5]) - f64(two[0][:, :5])).max() > 1e-3
 
 
@@ -168,6 +171,23 @@ def test_the_two_forms_agree(name):
     count = jnp.full(inputs["qkv"].shape[0], length, jnp.int32)
     whole, after = call(chunks, tokens | fixed | dict(state=inputs["state"], count=count))
     assert_matches(jnp.concatenate(found, axis=1), f64(whole), share=5e-6)
+    assert_matches(state.recurrent, f64(after.recurrent), share=5e-6)
+    np.testing.assert_array_equal(f64(state.conv), f64(after.conv))
+
+
+@pytest.mark.parametrize("implementation", CHUNK)
+def test_a_cut_between_calls_changes_nothing_much(implementation):
+    """A prompt in pieces, not of whole chunks, ends in the state of the prompt in one piece."""
+    inputs = case_inputs("chunks", "tensor_three_groups")
+    tokens = {n: inputs[n] for n in ("qkv", "z", "a", "b")}
+    whole, after = call(chunks, inputs, implementation)
+    state, found = inputs["state"], []
+    for begin, end in ((0, 1), (1, 17), (17, 70)):
+        piece = {n: x[:, begin:end] for n, x in tokens.items()}
+        count = jnp.full(1, end - begin, jnp.int32)
+        out, state = call(chunks, inputs | piece | dict(state=state, count=count), implementation)
+        found.append(out)
+    assert_matches(jnp.concatenate(found, axis=1), f64(whole), share=tolerance(inputs))
     assert_matches(state.recurrent, f64(after.recurrent), share=5e-6)
     np.testing.assert_array_equal(f64(state.conv), f64(after.conv))
 

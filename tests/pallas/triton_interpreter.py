@@ -79,7 +79,8 @@ def interpret(
         name: next(given_to) if number is None else tuple(next(given_to) for _ in range(number))
         for name, number in zip(names, triton_call.takes(kernel, names, len(arrays)), strict=True)
     }
-    with _one_at_a_time, _interpreted_language():
+    # a device overflows silently
+    with _one_at_a_time, _interpreted_language(), np.errstate(over="ignore"):
         run = _function(kernel)
         sizes = (*grid, *(1,) * (3 - len(grid)))
         interpreter.interpreter_builder.set_grid_dim(*sizes)
@@ -213,8 +214,9 @@ def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 def _inline_asm(
     self: Any, text: Any, constraints: Any, values: Any, types_: Any, _: Any, pack: Any
 ):
-    """The results of a block of PTX, as elements' bits."""
-    bits = [np.dtype(f"uint{t.scalar.primitive_bitwidth}") for t in types_]
+    """The results of a block of PTX; of floats that NumPy lacks, the bits."""
+    own = {tl.float16: np.float16, tl.float32: np.float32}
+    bits = [np.dtype(own.get(t.scalar, f"uint{t.scalar.primitive_bitwidth}")) for t in types_]
     out = ptx.elementwise(text, [v.data for v in values], bits, pack)
     handles = [interpreter.TensorHandle(x, t.scalar) for x, t in zip(out, types_, strict=True)]
     return types.SimpleNamespace(get_result=handles.__getitem__)

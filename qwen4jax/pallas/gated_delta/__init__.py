@@ -49,6 +49,7 @@ class Factors(struct.PyTreeNode):
 
 _TRITON = "qwen4jax.pallas.gated_delta.triton_kernels."
 _TRITON_COMMIT = "qwen4jax.pallas.gated_delta.triton_commit.commit"
+_TRITON_CHUNKS = "qwen4jax.pallas.gated_delta.triton_chunks.chunks"
 _STEP_KERNEL = functools.partial(Kernel, needs=("triton",), refuses=limits.step)
 STEP = Operation(
     "gated_delta.step",
@@ -65,7 +66,13 @@ COMMIT = Operation(
         "triton": Kernel(_TRITON_COMMIT, needs=("triton",), refuses=limits.commit),
     },
 )
-CHUNK = Operation("gated_delta.chunks", {"reference": reference.chunks})
+CHUNK = Operation(
+    "gated_delta.chunks",
+    {
+        "reference": reference.chunks,
+        "triton": Kernel(_TRITON_CHUNKS, needs=("triton",), refuses=limits.chunks),
+    },
+)
 
 
 def step(

@@ -13,7 +13,11 @@ _TAPS = 4
 # key heads, value heads, key channels, value channels
 _SMALL = (2, 4, 8, 8)
 _UNEVEN = (1, 3, 8, 16)
+# the least that tensor cores take
+_TENSOR = (1, 2, 16, 32)
 _RELEASED = (16, 48, 128, 128)
+# of a rank of four
+_QUARTER = (4, 12, 128, 128)
 
 
 def _arguments(rng, rows, places, heads, dtype, strength=1.0) -> dict[str, Any]:
@@ -130,6 +134,16 @@ def _no_decay(inputs):
     return inputs | {"a": jnp.full_like(inputs["a"], -40.0)}
 
 
+def _one_key(inputs):
+    """All keys nearly one, full steps, no decay: each token overwrites what the last one wrote."""
+    inputs = _no_decay(inputs)
+    qkv = inputs["qkv"]
+    return inputs | {
+        "qkv": (qkv[:, :1] + 0.05 * qkv).astype(qkv.dtype),
+        "b": jnp.full_like(inputs["b"], 8.0),
+    }
+
+
 CASES = (
     _step("one_token", 2, 1),
     _step("four_rows_of_a_round", 3, 4),
@@ -152,6 +166,12 @@ CASES = (
     _chunks("strong_decay_and_reset", (64,), 64, change=_strong_decay),
     _chunks("no_decay", (64,), 64, change=_no_decay),
     _chunks("bfloat16", (70, 33), 70, dtype=BF16),
+    _chunks("tensor_every_count", (0, 1, 64, 65, 128, 150), 150, _TENSOR, BF16),
+    _chunks("tensor_few_places", (3, 0, 5), 5, _TENSOR, BF16),
+    _chunks("tensor_three_groups", (70,), 70, (1, 3, 32, 16), BF16),
+    _chunks("tensor_no_decay", (128,), 128, _TENSOR, BF16, change=_no_decay),
+    _chunks("tensor_strong_decay_and_reset", (64,), 64, _TENSOR, BF16, change=_strong_decay),
+    _chunks("tensor_one_key", (128,), 128, _TENSOR, BF16, change=_one_key),
     *(_step(f"released_{rows}", rows, 4, _RELEASED, BF16, device_only=True) for rows in (1, 8, 32)),
     *(
         _commit(
@@ -178,6 +198,15 @@ CASES = (
     ),
     *(
         _chunks(f"released_{length}", (length,), length, _RELEASED, BF16, device_only=True)
-        for length in (512, 4096)
+        for length in (512, 2048, 4096, 8192)
     ),
+    _chunks(
+        "released_8_rows_of_1024",
+        (1024, 1000, 700, 513, 512, 64, 1, 0),
+        1024,
+        _RELEASED,
+        BF16,
+        device_only=True,
+    ),
+    _chunks("quarter_8192", (8192,), 8192, _QUARTER, BF16, device_only=True),
 )

@@ -4,6 +4,10 @@ import jax.numpy as jnp
 
 # tokens of a row: their products with the state are held at once
 MOST_PLACES = 8
+# of the convolution of chunks
+TAPS = 4
+# the tensor cores' smallest depth
+LEAST_CHANNELS = 16
 
 
 def step(qkv, z, a, b, weights, state, **_) -> str | None:
@@ -18,6 +22,17 @@ def commit(states, factors, count) -> str | None:
     if len({(s.recurrent.shape, f.decay.shape) for s, f in zip(states, factors, strict=True)}) > 1:
         return "needs layers of one shape"
     return next((_heads(s, f.decay.shape[1]) for s, f in zip(states, factors, strict=True)), None)
+
+
+def chunks(qkv, z, a, b, weights, state, count, **_) -> str | None:
+    """Limits of a run of chunks, whose operands are exact in bfloat16."""
+    if not qkv.dtype == z.dtype == state.conv.dtype == jnp.bfloat16:
+        return f"needs bfloat16 projections and history, not {qkv.dtype} and {state.conv.dtype}"
+    if weights.conv1d.shape[1] != TAPS:
+        return f"needs a convolution of {TAPS} taps, not {weights.conv1d.shape[1]}"
+    if min(state.recurrent.shape[2:]) < LEAST_CHANNELS:
+        return f"needs heads of at least {LEAST_CHANNELS} channels"
+    return _heads(state, 1)
 
 
 def _heads(state, places: int) -> str | None:

@@ -1,0 +1,273 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+"""Triton kernels of Gated DeltaNet over many tokens: the WY form on tensor cores.
+
+Four launches: the convolution of all tokens; what each chunk of 64 needs before it knows its state,
+all chunks at once; the chunks of a head one after the other, for a slice of its value channels; the
+output norm, which wants all channels of a head.
+
+The floor for 8,192 tokens and 48 value heads of 128 x 128 (6,144 chunks of heads), on an H200:
+bytes 0.34 GB convolution + 0.28 GB preparation + 0.42 GB recurrence + 0.30 GB norm = 1.3 GB, 310 us
+at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 8.9 million multiplications
+a chunk and head as counted below, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the
+96 multiprocessors that have a program. They wait for each other: 1,900 cycles of products a chunk,
+and as much again of latency and of conversions between them, 128 chunks, 280 us.
+
+Precision: the state is good to float32 rounding, as that of single steps. The convolution leaves
+bfloat16, so queries, keys and values are exact operands (in float16 too, near unit norm), and the
+unit norms are factors of rows. Every other operand whose product reaches the state is the sum of
+two float16, 22 bits of the largest of its row, which a power of two brings into their range. What
+only reaches the output, of bfloat16 itself, is one of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.gated_delta.triton_kernels import _gated
+from qwen4jax.pallas.gated_delta.triton_prepare import (
+    CHUNK,
+    SCALE,
+    exponent_of,
+    power,
+    prepare_kernel,
+    silu,
+    split,
+)
+from qwen4jax.pallas.triton_call import triton_call
+
+# exponent to which rows are brought in float16: a row of 64 then stays in it when the triangular
+# system is solved, as no entry of the inverse is above 1
+_LARGEST = tl.constexpr(8)
+
+
+@triton.jit
+def _place(
+    qkv, conv, row, p, n, channel, T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Convolution inputs of token `p` of a row; before 0 the history, from `n` on 0."""
+    start = tl.where(p < 0, conv + (row * 3 + p + 3) * C, qkv + (row.to(tl.int64) * T + p) * C)
+    return tl.load(start + channel, mask=(p < n) & (channel < C), other=0.0)
+
+
+@triton.jit
+def _taps(taps, channel, C: tl.constexpr, CB: tl.constexpr):
+    """The four taps of `CB` channels."""
+    at = taps + channel[:, None] * 4 + tl.arange(0, 4)[None, :]
+    w = tl.load(at, mask=(channel < C)[:, None], other=0.0).to(tl.float32)
+    even, odd = w.reshape(CB, 2, 2).split()
+    w0, w2 = even.split()
+    w1, w3 = odd.split()
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def convolve_kernel(
+    qkv, taps, conv, count,
+    mixed, after,
+    T: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr, TB: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """SiLU of the convolution for `TB` tokens and `CB` channels; 0 from `count` to a chunk's end.
+
+    A thread has the same channels of all tokens, so each input is loaded and widened once. Also
+    writes the history after `count` tokens.
+    """
+    row = tl.program_id(2)
+    channel = tl.program_id(0) * CB + tl.arange(0, CB)
+    first = tl.program_id(1) * TB
+    n = tl.load(count + row)
+    if first == 0:
+        for j in tl.static_range(3):
+            x = _place(qkv, conv, row, n - 3 + j, n, channel, T, C)
+            tl.store(after + (row * 3 + j) * C + channel, x, mask=channel < C)
+    if first < tl.cdiv(n, CHUNK) * CHUNK:
+        w0, w1, w2, w3 = _taps(taps, channel, C, CB)
+        x0 = _place(qkv, conv, row, first - 3, n, channel, T, C).to(tl.float32)
+        x1 = _place(qkv, conv, row, first - 2, n, channel, T, C).to(tl.float32)
+        x2 = _place(qkv, conv, row, first - 1, n, channel, T, C).to(tl.float32)
+        to = mixed + (row.to(tl.int64) * PADDED + first) * C + channel
+        for i in tl.static_range(TB):
+            x3 = _place(qkv, conv, row, first + i, n, channel, T, C).to(tl.float32)
+            y = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
+            y = tl.where(first + i < n, silu(y), 0.0)
+            tl.store(to + i * C, y.to(mixed.dtype.element_ty), mask=channel < C)
+            x0, x1, x2 = x1, x2, x3
+
+
+@triton.jit
+def _size(x):
+    """Exponents of the powers of two that rows of `x` are divided by to go into float16.
+
+    They are cut where a power or its inverse would not be a normal number.
+    """
+    largest = exponent_of(tl.max(tl.abs(x), axis=1))
+    return tl.minimum(tl.maximum(largest, -80), 120) - _LARGEST
+
+
+@triton.jit
+def recur_kernel(
+    mixed, narrow, solve, mixing, scales, count, state,
+    raw,
+    T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The chunks of one row's value head in order, for `EB` of its channels.
+
+    All of it is transposed, value channels first: what one product leaves in registers is then laid
+    out as the left operand of the next, and the chain from state to state never waits for shared
+    memory. The state is replaced in place; `raw` is the output before its norm.
+    """
+    head, row = tl.program_id(0) // (E // EB), tl.program_id(1)
+    e = tl.program_id(0) % (E // EB) * EB + tl.arange(0, EB)
+    t, kk = tl.arange(0, CHUNK), tl.arange(0, K)
+    n = tl.load(count + row)
+    own = state + (row * V + head).to(tl.int64) * (K * E) + kk[:, None] * E + e[None, :]
+    s = tl.trans(tl.load(own))
+
+    # numbers move on from chunk to chunk, where tensors of addresses would hold registers
+    q_at = narrow + row.to(tl.int64) * (N * CHUNK * 2 * H * K) + head // (V // H) * K
+    v_at = mixed + row.to(tl.int64) * (N * CHUNK * C) + 2 * H * K + head * E
+    raw_at = raw + row.to(tl.int64) * (T * V * E) + head * E
+    part = (row * N * V + head).to(tl.int64)
+    mixing_at = mixing + part * (CHUNK * CHUNK)
+    solve_at = solve.to(tl.pointer_type(tl.float16), bitcast=True) + part * (2 * CHUNK * CHUNK)
+    scales_at = scales + part * (4 * CHUNK)
+    keys = t[:, None] * (2 * H * K) + kk[None, :]
+    values = t[:, None] * C + e[None, :]
+    square = t[:, None] * CHUNK + t[None, :]
+    # turns the values without leaving the registers' layout, and exactly
+    one = tl.where(t[:, None] == t[None, :], 1.0, 0.0).to(tl.bfloat16)
+    total = tl.load(scales_at + 3 * CHUNK, mask=n > 0, other=1.0)
+    for chunk in range(tl.cdiv(n, CHUNK)):
+        # what no pipeline loads ahead is asked for well before its use
+        q_scale = tl.load(scales_at + CHUNK + t)
+        more = (chunk + 1) * CHUNK < n
+        next_total = tl.load(scales_at + (V * 4 + 3) * CHUNK, mask=more, other=1.0)
+        k = tl.load(q_at + H * K + keys)
+        # powers of two by rows bring operands into the range of float16, and results back
+        s_size = _size(s)
+        old, low = split(s * power(-s_size)[:, None])
+        read = tl.dot(old, tl.trans(k), tl.dot(low, tl.trans(k)))
+        v = tl.dot(tl.trans(tl.load(v_at + values)), one)
+        read *= power(s_size)[:, None]
+        # fused, which XLA's Triton does only where it is written
+        right = tl.fma(read, -tl.load(scales_at + t)[None, :], v)
+
+        size = _size(right)
+        down = power(size)[:, None]
+        high, low = split(right * power(-size)[:, None])
+        solved = tl.trans(tl.load(solve_at + square))
+        solved_low = tl.trans(tl.load(solve_at + CHUNK * CHUNK + square))
+        delta = tl.dot(high, solved, tl.dot(high, solved_low, tl.dot(low, solved))) * (1 / SCALE)
+        out = tl.dot(old, tl.trans(tl.load(q_at + keys)))
+        out *= q_scale[None, :] * power(s_size)[:, None]
+        mixed_in = tl.dot(delta.to(tl.float16), tl.trans(tl.load(mixing_at + square)))
+        out = tl.fma(mixed_in, down * (1 / SCALE), out)
+        live = (t < n - chunk * CHUNK)[:, None]
+        to = raw_at + t[:, None] * (V * E) + e[None, :]
+        tl.store(to, tl.trans(out.to(raw.dtype.element_ty)), mask=live)
+
+        # a chunk may have decayed to far below its corrections: again a power of its own
+        pushed = delta * tl.load(scales_at + 2 * CHUNK + t)[None, :]
+        more_size = _size(pushed)
+        high, low = split(pushed * power(-more_size)[:, None])
+        down *= power(more_size)[:, None]
+        # added up here: tensor cores cut sums off, and the state must not shrink with every chunk
+        s = tl.fma(s, total, tl.dot(high, k, tl.dot(low, k)) * down)
+        total = next_total
+
+        q_at += CHUNK * 2 * H * K
+        v_at += CHUNK * C
+        raw_at += CHUNK * V * E
+        mixing_at += V * CHUNK * CHUNK
+        solve_at += V * 2 * CHUNK * CHUNK
+        scales_at += V * 4 * CHUNK
+    tl.store(own, tl.trans(s))
+
+
+@triton.jit
+def finish_kernel(
+    raw, z, norm, count,
+    out,
+    T: tl.constexpr, V: tl.constexpr, E: tl.constexpr, TB: tl.constexpr,
+    EPS: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """Output norm and gate of `TB` tokens of one head; 0 from `count` on."""
+    head, row = tl.program_id(0), tl.program_id(2)
+    t = tl.program_id(1) * TB + tl.arange(0, TB)
+    e = tl.arange(0, E)
+    at = (row.to(tl.int64) * T + t[:, None]) * (V * E) + head * E + e[None, :]
+    live = (t < tl.load(count + row))[:, None]
+    o = tl.load(raw + at, mask=live, other=0.0).to(tl.float32)
+    gate = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
+    o = _gated(o, gate, tl.load(norm + e).to(tl.float32), EPS, E, SIGMOID)
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=(t < T)[:, None])
+
+
+# tokens and channels of a convolution's program, 8 channels a thread
+_CONV_TOKENS, _CONV_CHANNELS = 16, 1024
+# value channels, warps and pipeline depth of the recurrence
+_RECUR_CHANNELS, _RECUR_WARPS, _RECUR_STAGES = 64, 4, 3
+_PREPARE_WARPS = 4
+_FINISH_TOKENS = 32
+
+
+def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
+    """See `qwen4jax.pallas.gated_delta.chunks`."""
+    rows, places, width = qkv.shape
+    _, heads, key, value = state.recurrent.shape
+    number = triton.cdiv(places, 64)
+    like = jax.ShapeDtypeStruct
+    label = f"{rows}x{places}"
+    channels = min(_CONV_CHANNELS, triton.next_power_of_2(width))
+    mixed, history = triton_call(
+        qkv, weights.conv1d, state.conv, count,
+        kernel=convolve_kernel,
+        name=f"gated_delta_convolve_{label}",
+        out=(
+            like((rows, number * 64, width), qkv.dtype),
+            like(state.conv.shape, state.conv.dtype),
+        ),
+        grid=(triton.cdiv(width, channels), number * (64 // _CONV_TOKENS), rows),
+        T=places, PADDED=number * 64, C=width, TB=_CONV_TOKENS, CB=channels,
+    )  # fmt: skip
+    sizes = dict(T=places, N=number, H=key_heads, V=heads, K=key, C=width)
+    narrow, solve, mixing, scales = triton_call(
+        mixed, a, b, weights.A_log, weights.dt_bias, count,
+        kernel=prepare_kernel,
+        name=f"gated_delta_prepare_{label}",
+        out=(
+            like((rows, number * 64, 2, key_heads, key), jnp.float16),
+            like((rows, number, heads, 64, 64), jnp.float32),
+            like((rows, number, heads, 64, 64), jnp.float16),
+            like((rows, number, heads, 4, 64), jnp.float32),
+        ),
+        grid=(number, heads, rows),
+        num_warps=_PREPARE_WARPS,
+        **sizes,
+    )  # fmt: skip
+    part = min(_RECUR_CHANNELS, value)
+    recurrent, raw = triton_call(
+        mixed, narrow, solve, mixing, scales, count, state.recurrent,
+        kernel=recur_kernel,
+        name=f"gated_delta_recur_{label}",
+        out=(like(state.recurrent.shape, jnp.float32), like(z.shape, jnp.bfloat16)),
+        grid=(heads * (value // part), rows),
+        num_warps=_RECUR_WARPS,
+        num_stages=_RECUR_STAGES,
+        aliases={6: 0},
+        E=value, EB=part,
+        **sizes,
+    )  # fmt: skip
+    out = triton_call(
+        raw, z, weights.norm, count,
+        kernel=finish_kernel,
+        name=f"gated_delta_finish_{label}",
+        out=like(z.shape, qkv.dtype),
+        grid=(heads, triton.cdiv(places, _FINISH_TOKENS), rows),
+        T=places, V=heads, E=value, TB=_FINISH_TOKENS,
+        EPS=eps, SIGMOID=activation == "sigmoid",
+    )  # fmt: skip
+    return out, dataclasses.replace(state, conv=history, recurrent=recurrent)

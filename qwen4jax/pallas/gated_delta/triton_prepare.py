@@ -1,0 +1,205 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+"""Triton kernel of what a chunk of 64 tokens needs before it knows its state: see `triton_chunks`.
+
+Queries and keys are bfloat16, so their products are exact operands; the unit norms are factors of
+rows and columns. The triangular system is inverted in float32 and kept to 22 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.gated_delta.triton_kernels import DECAY_FLOOR, _log1p
+
+# tokens of a chunk: the rows of one tensor-core instruction
+CHUNK = tl.constexpr(64)
+# what is kept in float16 is at most 1 (steps and unit norms are) and grows by this: its lowest
+# digits, 2**-24 absolute, are then 2**-36
+SCALE = tl.constexpr(4096.0)
+_UNIT_EPS = tl.constexpr(1e-6)
+# grid on which sums of 64 decays are exact in float32: 88 * 64 < 2**13
+_GRID = tl.constexpr(1024.0)
+
+
+@triton.jit
+def exp(x):
+    """`exp(x)`, below the normal numbers 0: four instructions less than where those are kept."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
+    )
+
+
+@triton.jit
+def silu(x):
+    """`x sigmoid(x)` by the hardware's reciprocal, which is exact to 2**-23."""
+    return x * tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exp(-x)], tl.float32, True, 1
+    )
+
+
+@triton.jit
+def split(x):
+    """A float32 as the sum of two float16: 22 bits, where it is neither large nor tiny."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def power(exponent):
+    """`2**exponent` of a normal number."""
+    return ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(x):
+    """The power of two not above `x`, which is not negative."""
+    return (x.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def _gates(a, b, a_log, dt_bias, row, head, t, n, T: tl.constexpr, V: tl.constexpr):
+    """Log decay and step size of tokens `t`; neutral from `n` on."""
+    here = t < n
+    at = (row * T + t) * V + head
+    g = tl.load(a + at, mask=here, other=0.0).to(tl.float32)
+    g += tl.load(dt_bias + head).to(tl.float32)
+    g = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
+    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
+    beta = tl.sigmoid(tl.load(b + at, mask=here, other=0.0).to(tl.float32))
+    return tl.where(here, tl.maximum(g, DECAY_FLOOR), 0.0), tl.where(here, beta, 0.0)
+
+
+@triton.jit
+def _four(at, N: tl.constexpr):
+    """Four neighbours from each of `N` addresses, by one load of 16 bytes."""
+    even, odd = tl.load(at[:, None] + tl.arange(0, 4)[None, :]).reshape(N, 2, 2).split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return first, second, third, fourth
+
+
+@triton.jit
+def _invert_halves(m):
+    """In place: `A` in both diagonal blocks of 32 rows becomes `(I + A)^-1`.
+
+    A thread solves for a column, row by row: nothing passes between threads. Two do for the same
+    one, as Triton gives a load of 16 bytes only to a tensor that has four values for each of them.
+    """
+    thread = tl.arange(0, 2 * CHUNK)
+    c = thread % CHUNK
+    own = m + c // 32 * (32 * CHUNK + 32)
+    solved, minus = (), ()
+    for i in tl.static_range(32):
+        x = tl.where(c % 32 == i, 1.0, 0.0)
+        for j in tl.static_range(0, i, 4):
+            four = _four(own + (i * CHUNK + j), 2 * CHUNK)
+            for k in tl.static_range(4):
+                if j + k < i:
+                    x = tl.fma(four[k], minus[j + k], x)
+        # Triton knows no stars
+        solved, minus = solved + (x,), minus + (-x,)  # noqa: RUF005
+    tl.debug_barrier()
+    for i in tl.static_range(32):
+        tl.store(own + i * CHUNK + c % 32, solved[i], mask=thread < CHUNK)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _product(x, y):
+    """`x y` of matrices with entries up to about 1, to 22 bits of the largest."""
+    x, x_low = split(x * SCALE)
+    y, y_low = split(y * SCALE)
+    return tl.dot(x, y, tl.dot(x, y_low, tl.dot(x_low, y))) * (1 / SCALE / SCALE)
+
+
+@triton.jit
+def _join_halves(m):
+    """In place: the inverse of all rows from those of both halves.
+
+    The inverse of `[[A, 0], [X, B]]` is `[[A', 0], [-B' X A', B']]`.
+    """
+    i = tl.arange(0, 32)
+    at = m + i[:, None] * CHUNK + i[None, :]
+    corner = at + 32 * CHUNK
+    x = _product(_product(tl.load(corner + 32), tl.load(corner)), tl.load(at))
+    tl.debug_barrier()
+    tl.store(corner, -x)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _narrow(x, to, wanted):
+    """What brings rows to unit norm, and what their copies in float16 were multiplied with."""
+    wide = x.to(tl.float32)
+    unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + _UNIT_EPS)
+    near = power(exponent_of(unit) + 1)
+    if wanted:
+        tl.store(to, (wide * near[:, None]).to(tl.float16))
+    return unit, unit / near
+
+
+@triton.jit
+def prepare_kernel(
+    mixed, a, b, a_log, dt_bias, count,
+    narrow, solve, mixing, scales,
+    T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head: all that does not depend on the state.
+
+    `narrow` has queries and keys in float16, brought near unit norm by powers of two, which is
+    exact but for what is below 2**-25 of the norm.
+    `solve` is `(I + A)^-1 diag(beta)` with `A = beta_i k_i k_j exp(g_j+1 + ... + g_i)` below the
+    diagonal, as two float16 matrices in the memory of one of float32, where it is also inverted;
+    `mixing` has the products of queries with keys; `scales` the factors of rows.
+    """
+    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(count + row)
+    if chunk * CHUNK < n:
+        t = tl.arange(0, CHUNK)
+        tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
+        key_head, kk = head // (V // H), tl.arange(0, K)
+        at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
+        to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
+        first = head % (V // H) == 0
+        q = tl.load(at)
+        q_unit, q_rest = _narrow(q, to, first)
+        k = tl.load(at + H * K)
+        k_unit, k_rest = _narrow(k, to + H * K, first)
+
+        g, beta = _gates(a, b, a_log, dt_bias, row, head, chunk * CHUNK + t, n, T, V)
+        # sums of the coarse parts are exact and those of the rest small: a difference of two sums
+        # is then as good as a sum of the tokens between them
+        coarse = tl.floor(g * _GRID + 0.5) / _GRID
+        fine = tl.cumsum(g - coarse, axis=0)
+        total_fine = tl.sum(g - coarse, axis=0)
+        total_coarse = tl.sum(coarse, axis=0)
+        coarse = tl.cumsum(coarse, axis=0)
+        since = exp(coarse + fine)
+        rest = exp(tl.minimum((total_coarse - coarse) + (total_fine - fine), 0.0))
+        between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+        lower = t[:, None] >= t[None, :]
+        weight = tl.where(lower, exp(tl.minimum(between, 0.0)), 0.0) * k_unit[None, :]
+
+        part = (row * N + chunk) * V + head
+        to = scales + part * (4 * CHUNK) + t
+        tl.store(to, since * k_rest)
+        tl.store(to + CHUNK, since * (q_rest * K**-0.5))
+        tl.store(to + 2 * CHUNK, rest * k_rest)
+        tl.store(to + 3 * CHUNK, exp(total_coarse + total_fine) + tl.zeros_like(rest))
+
+        start = part.to(tl.int64) * (CHUNK * CHUNK)
+        square = t[:, None] * CHUNK + t[None, :]
+        pairs = tl.dot(q, tl.trans(k)) * weight * (q_unit * (SCALE * K**-0.5))[:, None]
+        tl.store(mixing + start + square, pairs.to(tl.float16))
+        pairs = tl.dot(k, tl.trans(k)) * weight * (beta * k_unit)[:, None]
+        system = tl.where(t[:, None] > t[None, :], pairs, 0.0)
+        m = solve + start
+        tl.store(m + square, system)
+        tl.debug_barrier()
+        _invert_halves(m)
+        _join_halves(m)
+        high, low = split(tl.load(m + square) * (beta * SCALE)[None, :])
+        tl.debug_barrier()
+        halves = m.to(tl.pointer_type(tl.float16), bitcast=True)
+        tl.store(halves + square, high)
+        tl.store(halves + CHUNK * CHUNK + square, low)
