@@ -120,7 +120,7 @@ CASES = (
     _experts("nvfp4_sorted", 131, 5, 2, 256, 128, BF16, form="nvfp4"),
     _experts("nvfp4_sorted_four_warps", 129, 3, 1, 128, 256, BF16, form="nvfp4"),
     _experts("nvfp4_sorted_one", 130, 4, 1, 128, 128, BF16, form="nvfp4", pick=[[2]] * 130),
-    _experts("nvfp4_sorted_sparse", 140, 300, 1, 128, 128, BF16, form="nvfp4"),
+    _experts("nvfp4_sorted_sparse", 140, 40, 1, 128, 128, BF16, form="nvfp4"),
     _experts("shared_nvfp4_sorted", 129, 3, 2, 512, 128, BF16, form="nvfp4", shared=True),
     _experts("fp8_sorted", 131, 3, 2, 256, 128, BF16, form="fp8"),
     _experts("shared_fp8_sorted_four_warps", 129, 3, 2, 128, 192, BF16, form="fp8", shared=True),

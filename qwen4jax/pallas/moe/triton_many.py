@@ -17,9 +17,9 @@ from qwen4jax.pallas.triton_call import triton_call
 # stored form -> columns of a step, and their elements in a row of the stored array
 STEPS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (64, 64)}
 # tokens and experts of a program of `match_kernel`; tokens that `list_kernel` looks at together
-MATCH_TOKENS, MATCH_EXPERTS, LIST_TOKENS = 16, 512, 2048
+MATCH_TOKENS, MATCH_EXPERTS, LIST_TOKENS = 32, 128, 2048
 # pairs of a tile, and how many times the mean of an expert's pairs that is at least
-LEAST_ROWS, MOST_ROWS, SPARE = 16, 64, 1.5
+LEAST_ROWS, MOST_ROWS, SPARE = 16, 128, 1.5
 # of the products' pipelines
 STAGES = 3
 # columns of a program that adds up the choices

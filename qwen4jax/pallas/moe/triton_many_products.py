@@ -161,6 +161,54 @@ def _columns_in_order(h, row, FORM: tl.constexpr, ROWS: tl.constexpr, W: tl.cons
 
 
 @triton.jit
+def _size(pairs, ROWS: tl.constexpr):
+    """Columns to compute for a tile: of a large one what has pairs, to a power of two from 32 on."""
+    size = ROWS
+    if ROWS >= 64:
+        if tl.load(pairs + ROWS // 2) < 0:
+            size = ROWS // 2
+            if ROWS >= 128:
+                if tl.load(pairs + ROWS // 4) < 0:
+                    size = ROWS // 4
+    return size
+
+
+@triton.jit
+def _gate_up(
+    x,
+    pairs,
+    stored,
+    hidden,
+    expert,
+    row,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """16 W columns, from `row` on, of the hidden values of the first ROWS pairs of a tile."""
+    weight, scale, scale_2 = stored
+    pair = tl.load(pairs + tl.arange(0, ROWS))
+    # columns of pairs that are none get some token's and are stored nowhere
+    xs = x + (tl.maximum(pair, 0) // K)[:, None] * D
+    w = _rows(weight, expert * (2 * F) + row, D, C, L, FORM, W)
+    s = _scales(scale, expert * 2, row, F, D, FORM, W)
+    apart, scales_apart = next_matrix(F, D, C, L, FORM)
+    g, u = _two_blocks(xs, w, s, w + apart, s + scales_apart, D, C, L, FORM, ROWS, W, STAGES)
+    if FORM == NVFP4:
+        g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
+        u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
+    h = (g / (1.0 + tl.exp(-g)) * u).to(hidden.dtype.element_ty)
+    h, at = _columns_in_order(tl.trans(h), row, FORM, ROWS, W)
+    tl.store(hidden + pair[:, None] * F + at[None, :], h, (pair >= 0)[:, None])
+
+
+@triton.jit
 def gate_up_many_kernel(
     x,
     experts,
@@ -202,19 +250,52 @@ def gate_up_many_kernel(
     row, tile = tl.program_id(0) * (16 * W), tl.program_id(1)
     expert = tl.load(experts + tile).to(tl.int64)
     if expert >= 0:
-        pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-        # columns of pairs that are none get some token's and are stored nowhere
-        xs = x + (tl.maximum(pair, 0) // K)[:, None] * D
-        w = _rows(weight, expert * (2 * F) + row, D, C, L, FORM, W)
-        s = _scales(scale, expert * 2, row, F, D, FORM, W)
-        apart, scales_apart = next_matrix(F, D, C, L, FORM)
-        g, u = _two_blocks(xs, w, s, w + apart, s + scales_apart, D, C, L, FORM, ROWS, W, STAGES)
-        if FORM == NVFP4:
-            g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
-            u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
-        h = (g / (1.0 + tl.exp(-g)) * u).to(hidden.dtype.element_ty)
-        h, at = _columns_in_order(tl.trans(h), row, FORM, ROWS, W)
-        tl.store(hidden + pair[:, None] * F + at[None, :], h, (pair >= 0)[:, None])
+        own = pairs + tile * ROWS
+        stored = (weight, scale, scale_2)
+        size = _size(own, ROWS)
+        HALF: tl.constexpr = ROWS // 2
+        if size == ROWS:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, ROWS, W, STAGES)
+        elif ROWS < 128:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF, W, STAGES)
+        elif size == HALF:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF, W, STAGES)
+        else:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF // 2, W, STAGES)
+@triton.jit
+def _down(
+    hidden,
+    pairs,
+    stored,
+    parts,
+    expert,
+    row,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """32 W columns, from `row` on, of the parts of the first ROWS pairs of a tile."""
+    weight, scale, scale_2 = stored
+    pair = tl.load(pairs + tl.arange(0, ROWS))
+    hs = hidden + tl.maximum(pair, 0)[:, None] * F
+    w1 = _rows(weight, expert * D + row, F, C, L, FORM, W)
+    w2 = _rows(weight, expert * D + row + 16 * W, F, C, L, FORM, W)
+    s1 = _scales(scale, expert, row, D, F, FORM, W)
+    s2 = _scales(scale, expert, row + 16 * W, D, F, FORM, W)
+    a, b = _two_blocks(hs, w1, s1, w2, s2, F, C, L, FORM, ROWS, W, STAGES)
+    if FORM == NVFP4:
+        total = tl.load(scale_2 + expert) * PRODUCT_UP
+        a *= total
+        b *= total
+    to = parts + pair[:, None] * D + row + tl.arange(0, 16 * W)[None, :]
+    there = (pair >= 0)[:, None]
+    tl.store(to, tl.trans(a).to(parts.dtype.element_ty), there)
+    tl.store(to + 16 * W, tl.trans(b).to(parts.dtype.element_ty), there)
 
 
 @triton.jit
@@ -257,18 +338,15 @@ def down_many_kernel(
     row, tile = tl.program_id(0) * (32 * W), tl.program_id(1)
     expert = tl.load(experts + tile).to(tl.int64)
     if expert >= 0:
-        pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-        hs = hidden + tl.maximum(pair, 0)[:, None] * F
-        w1 = _rows(weight, expert * D + row, F, C, L, FORM, W)
-        w2 = _rows(weight, expert * D + row + 16 * W, F, C, L, FORM, W)
-        s1 = _scales(scale, expert, row, D, F, FORM, W)
-        s2 = _scales(scale, expert, row + 16 * W, D, F, FORM, W)
-        a, b = _two_blocks(hs, w1, s1, w2, s2, F, C, L, FORM, ROWS, W, STAGES)
-        if FORM == NVFP4:
-            total = tl.load(scale_2 + expert) * PRODUCT_UP
-            a *= total
-            b *= total
-        to = parts + pair[:, None] * D + row + tl.arange(0, 16 * W)[None, :]
-        there = (pair >= 0)[:, None]
-        tl.store(to, tl.trans(a).to(parts.dtype.element_ty), there)
-        tl.store(to + 16 * W, tl.trans(b).to(parts.dtype.element_ty), there)
+        own = pairs + tile * ROWS
+        stored = (weight, scale, scale_2)
+        size = _size(own, ROWS)
+        HALF: tl.constexpr = ROWS // 2
+        if size == ROWS:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, ROWS, W, STAGES)
+        elif ROWS < 128:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF, W, STAGES)
+        elif size == HALF:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF, W, STAGES)
+        else:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF // 2, W, STAGES)
