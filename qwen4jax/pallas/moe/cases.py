@@ -151,7 +151,29 @@ CASES = (
         shared=True,
         device_only=True,
     ),
-    _experts(
-        "released_nvfp4_chunk", 2048, 512, 10, 2560, 640, BF16, form="nvfp4", device_only=True
+    # tokens enough for tiles of one expert: counts that fill no tile, experts without tokens, one
+    # for all; rows in eight warps and in four; more steps than stages
+    _experts("nvfp4_sorted", 131, 5, 2, 256, 128, BF16, form="nvfp4"),
+    _experts("nvfp4_sorted_four_warps", 129, 3, 1, 128, 256, BF16, form="nvfp4"),
+    _experts("nvfp4_sorted_one", 130, 4, 1, 128, 128, BF16, form="nvfp4", pick=[[2]] * 130),
+    _experts("nvfp4_sorted_sparse", 140, 40, 1, 128, 128, BF16, form="nvfp4"),
+    _experts("shared_nvfp4_sorted", 129, 3, 2, 512, 128, BF16, form="nvfp4", shared=True),
+    _experts("fp8_sorted", 131, 3, 2, 256, 128, BF16, form="fp8"),
+    _experts("shared_fp8_sorted_four_warps", 129, 3, 2, 128, 192, BF16, form="fp8", shared=True),
+    _experts("bfloat16_sorted", 131, 3, 2, 256, 128, BF16),
+    _experts("bfloat16_sorted_four_warps", 129, 3, 2, 128, 64, BF16),
+    *(
+        _experts(
+            f"released_shared_{form}_{t}",
+            *(t, 512, 10, 2560, 640, BF16),
+            form=form,
+            shared=True,
+            device_only=True,
+        )
+        for form, t in (
+            *(("nvfp4", t) for t in (256, 512, 1024, 2048, 4096, 8192)),
+            ("fp8", 2048),
+            ("plain", 2048),
+        )
     ),
 )

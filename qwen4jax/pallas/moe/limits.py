@@ -8,8 +8,8 @@ from qwen4jax import quant
 CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
 # rows of a program of down: warps of 16
 DOWN_WARPS = 4
-# tokens of a call
-MOST_TOKENS = 128
+# tokens up to which the kernels for few tokens run
+MOST_FEW = 128
 # tokens up to which a program finds its pairs itself: the columns of a tile
 FEW_TOKENS = 8
 # tokens up to which the last programs of down add up
@@ -40,9 +40,24 @@ def split(columns: int, chunk: int) -> int:
     return next(w for w in (4, 2, 1) if columns % (chunk * w) == 0)
 
 
-def most_tiles(pairs: int, experts: int) -> int:
-    """Tiles of up to 8 pairs of one expert that there are at most."""
-    return (pairs + 7 * min(pairs, experts)) // 8
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """Tiles of up to `rows` pairs of one expert that there are at most."""
+    return (pairs + (rows - 1) * min(pairs, experts)) // rows
+
+
+def parts(w):
+    """The stored arrays of experts' matrices: weights, scales, scales of matrices."""
+    if isinstance(w, quant.TiledNvfp4):
+        return w.weight, w.weight_scale, w.weight_scale_2
+    if isinstance(w, quant.BlockFp8):
+        return w.weight, w.weight_scale_inv, w.weight_scale_inv
+    # never read
+    return w, w, w
+
+
+def many_warps(hidden: int, width: int) -> int:
+    """Warps of a program of many tokens, each with 16 rows of two blocks."""
+    return 8 if width % 128 == 0 and hidden % 256 == 0 else 4
 
 
 def refuses_route(logits, k, *, renormalize):
@@ -84,9 +99,11 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         return "is for experts in tiled NVFP4, FP8 or bfloat16, both matrices alike"
     if x.dtype != jnp.bfloat16:
         return f"is for bfloat16 tokens, these are {x.dtype}"
-    if x.shape[0] > MOST_TOKENS:
-        return f"is for up to {MOST_TOKENS} tokens, these are {x.shape[0]}"
+    if shared is not None and any(w.dtype != jnp.bfloat16 for w in shared[:3]):
+        return "is for a shared expert in bfloat16"
     hidden, width = x.shape[1], gate_up.shape[-2]
+    if x.shape[0] > MOST_FEW:
+        return _refuses_many(ids, stored, hidden, width)
     chunk = CHUNKS[stored][0]
     for name, size, step in (
         ("hidden size", hidden, max(chunk, 16 * DOWN_WARPS)),
@@ -96,11 +113,22 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
             return f"needs a {name} in multiples of {step}, not {size}"
     warps = split(hidden, chunk)
     if shared is not None:
-        if any(w.dtype != jnp.bfloat16 for w in shared[:3]):
-            return "is for a shared expert in bfloat16"
         if shared[0].shape[0] != width:
             return f"needs a shared expert as wide as the others, {width}"
         chunk = CHUNKS["bf16"][0]
     if max(hidden // (chunk * warps), width // chunk) > _MOST_STEPS:
         return f"is for rows of up to {_MOST_STEPS} steps"
+    return None
+
+
+def _refuses_many(ids, stored, hidden, width):
+    """Likewise, of more than `MOST_FEW` tokens."""
+    least = 128 if stored == "nvfp4" else 64
+    for name, size, step in (("hidden size", hidden, 128), ("width of the experts", width, least)):
+        if size % step:
+            return f"needs a {name} in multiples of {step} for many tokens, not {size}"
+    if ids.size * max(hidden, width) >= 1 << 31:
+        return "is for fewer tokens: its results before the sum have too many elements"
+    if ids.shape[1] > 127:
+        return "is for up to 127 choices of a token"
     return None

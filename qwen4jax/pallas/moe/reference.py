@@ -70,8 +70,13 @@ def _every_expert(x, ids, weights, gate_up, down):
 
 
 def _shared_expert(x, gate, up, down, logit):
+    return jax.nn.sigmoid(logit) * plain_expert(x, gate, up, down)
+
+
+def plain_expert(x, gate, up, down):
+    """One expert [I, D], [I, D], [D, I] for all tokens, float32."""
     h = jnp.stack([_dot("td,id->ti", x, gate), _dot("td,id->ti", x, up)], axis=-2)
-    return jax.nn.sigmoid(logit) * _dot("ti,di->td", _activate(h).astype(x.dtype), down)
+    return _dot("ti,di->td", _activate(h).astype(x.dtype), down)
 
 
 def _activate(h):

@@ -228,6 +228,7 @@ def down_kernel(
         if tl.atomic_add(counter + block, 1, sem="acq_rel") == PLACES - 1:
             at = row + tl.arange(0, 16 * W)
             t = tl.arange(0, TP)
-            y = total(parts, weights, logit, t, at, t < T, at < D, T, K, D, SHARED)
+            own = parts + T * K * D
+            y = total(parts, own, weights, logit, t, at, t < T, at < D, K, D, SHARED)
             to = out + t[:, None] * D + at[None, :]
             tl.store(to, y.to(out.dtype.element_ty), (t < T)[:, None])

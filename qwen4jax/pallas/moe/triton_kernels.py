@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qwen4jax import quant
-from qwen4jax.pallas.moe import limits
+from qwen4jax.pallas.moe import limits, triton_many
 from qwen4jax.pallas.moe.triton_down import down_kernel
 from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
@@ -96,6 +95,8 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     width, choices = gate_up.shape[-2], ids.shape[1]
     if tokens == 0:
         return jnp.zeros(x.shape, out_dtype)
+    if tokens > limits.MOST_FEW:
+        return triton_many.experts(x, ids, weights, gate_up, down, shared, out_dtype=out_dtype)
     form = limits.form(gate_up) or ""
     columns, elements = limits.CHUNKS[form]
     listed, summed = tokens > limits.FEW_TOKENS, tokens <= limits.SUM_TOKENS
@@ -121,7 +122,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     h, counter = triton_call(
         x,
         *which,
-        *_parts(gate_up),
+        *limits.parts(gate_up),
         gate,
         up,
         kernel=gate_up_kernel,
@@ -142,7 +143,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     _, parts, out = triton_call(
         h,
         *which,
-        *_parts(down),
+        *limits.parts(down),
         own_down,
         weights,
         logit,
@@ -164,6 +165,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         return out
     return triton_call(
         parts,
+        parts,
         weights,
         logit,
         kernel=combine_kernel,
@@ -172,6 +174,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         grid=(-(-hidden // COMBINE), tokens),
         num_warps=4,
         BLOCK=COMBINE,
+        OWN=ids.size,
         **size,
     )
 
@@ -179,7 +182,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
 def _listed(ids, experts_):
     """Experts of tiles of 8 pairs, and the pairs."""
     tokens, choices = ids.shape
-    tiles = limits.most_tiles(ids.size, experts_)
+    tiles = limits.most_tiles(ids.size, experts_, 8)
     each = -(-tiles // experts_)
     return triton_call(
         ids,
@@ -201,16 +204,6 @@ def _listed(ids, experts_):
         EACH=each,
         EACHP=_power_of_2(each),
     )
-
-
-def _parts(w):
-    """The stored arrays of experts' matrices: weights, scales, scales of matrices."""
-    if isinstance(w, quant.TiledNvfp4):
-        return w.weight, w.weight_scale, w.weight_scale_2
-    if isinstance(w, quant.BlockFp8):
-        return w.weight, w.weight_scale_inv, w.weight_scale_inv
-    # never read
-    return w, w, w
 
 
 def _power_of_2(n: int) -> int:

@@ -8,19 +8,20 @@ import triton.language as tl
 @triton.jit
 def total(
     parts,
+    own,
     weights,
     logit,
     token,
     at,
     there,
     inside,
-    T: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     """Sums over the choices of some tokens, in their order, at some columns; the shared one last.
 
+    `own` has its part of each token.
     Past the first cache: other multiprocessors wrote the parts, maybe a moment ago.
     """
     live = there[:, None] & inside[None, :]
@@ -31,7 +32,7 @@ def total(
         y += share[:, None] * tl.load(from_, live, 0.0, cache_modifier=".cg")
     if SHARED > 0:
         share = 1.0 / (1.0 + tl.exp(-tl.load(logit + token, there, 0.0)))
-        from_ = parts + (T * K + token)[:, None] * D + at[None, :]
+        from_ = own + token[:, None] * D + at[None, :]
         y += share[:, None] * tl.load(from_, live, 0.0, cache_modifier=".cg")
     return y
 
@@ -39,6 +40,7 @@ def total(
 @triton.jit
 def combine_kernel(
     parts,
+    own,
     weights,
     logit,
     out,
@@ -47,10 +49,15 @@ def combine_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """out[t], the sum of token t's parts: grid (D/BLOCK, T); see `triton_down.down_kernel`."""
+    """out[t], the sum of token t's parts: grid (D/BLOCK, T); see `triton_down.down_kernel`.
+
+    The shared expert's stand in row OWN of `own` and those below it.
+    """
     token = tl.program_id(1) + tl.arange(0, 1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y = total(parts, weights, logit, token, at, token < T, at < D, T, K, D, SHARED)
+    own += OWN * D
+    y = total(parts, own, weights, logit, token, at, token < T, at < D, K, D, SHARED)
     to = out + token[:, None] * D + at[None, :]
     tl.store(to, y.to(out.dtype.element_ty), (at < D)[None, :])

@@ -1,0 +1,359 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+"""The products of the experts with many tokens: a grouped GEMM over tiles of pairs.
+
+A program has a tile of up to ROWS pairs of one expert (`triton_many_lists.py`) and two blocks of
+16 W rows of its matrices: gate and up of the same columns of the hidden values, or two blocks of
+down. The weights are the left operand of `wgmma`, decoded in registers: what a lane reads of a row
+of NVFP4 or FP8, 16 contiguous bytes, *is* its fragment once it is decoded, because the columns of
+the activations come in the order that this makes (`ordered` in `triton_many.py`; the hidden values
+are written in it). The activations are the right operand, read by way of shared memory, as the
+weights are: nothing is waited for that was not asked for two steps ago.
+
+Floors at the released sizes (9.83 MFLOP a pair, 1.41 GB of NVFP4 experts, 780 TFLOP/s, 4.3 TB/s):
+512 and 2,048 tokens 0.33 ms (bytes), 8,192 1.03 ms (flops). A step of 128 columns of a tile of 64
+brings 16 KB of activations and 18 KB of weights into a multiprocessor, mostly from its L2 cache, and
+takes 1,024 cycles of its tensor cores; a wider tile has fewer bytes a product and decodes less
+often, a smaller one computes fewer columns for nobody.
+"""
+
+import triton
+import triton.language as tl
+
+from qwen4jax.pallas.moe.triton_stored import (
+    BF16,
+    DECODE,
+    FP8,
+    NVFP4,
+    PRODUCT_UP,
+    SCALE_UP,
+    TILE_COLUMNS,
+    next_matrix,
+    weight_pointers,
+)
+
+
+@triton.jit
+def _scales(
+    scale,
+    matrix,
+    row,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    FORM: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Pointers to the scales of a block's first step: NVFP4 [16 W, 8] in the order of the weights.
+
+    FP8: one for 128 x 128. bfloat16 has none.
+    """
+    if FORM == NVFP4:
+        line = tl.arange(0, 16 * W)
+        at = (line // (8 * W) * 8 + line % 8) * 8 + line // 8 % W * N
+        scale += (matrix * R + row) * (N // 16) + at[:, None] + tl.arange(0, 8)[None, :]
+    if FORM == FP8:
+        scale += (matrix * ((R + 127) // 128) + row // 128) * ((N + 127) // 128)
+    return scale
+
+
+@triton.jit
+def _nvfp4(w, s, W: tl.constexpr):
+    """Codes [16 W, 64] and scales [16 W, 8], lines (half, warp, 8), as [16 W, 128] bfloat16."""
+    w = tl.reshape(w, (2, W, 8, 4, 2, 8))
+    s = tl.reshape((s.to(tl.float32) * SCALE_UP).to(tl.bfloat16), (2, W, 8, 4, 2, 1))
+    even, odd = tl.inline_asm_elementwise(
+        DECODE,
+        "=r,=r,=r,=r,r,r,r",
+        [w, tl.broadcast_to(s, (2, W, 8, 4, 2, 8))],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+    # (half, warp, row, t, i, h, p, odd) as rows (warp, half, row), columns (odd, i, h, t, p)
+    w = tl.reshape(tl.join(even, odd), (2, W, 8, 4, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(w, (1, 0, 2, 7, 4, 5, 3, 6)), (16 * W, 128))
+
+
+@triton.jit
+def _fp8(w, s, W: tl.constexpr):
+    """e4m3 [16 W, 64], lines (half, warp, 8), times the scale of their block."""
+    w = (w.to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16)
+    # (half, warp, row, t, i, h, p) as rows (warp, half, row), columns (i, h, t, p)
+    w = tl.permute(tl.reshape(w, (2, W, 8, 4, 4, 2, 2)), (1, 0, 2, 4, 5, 3, 6))
+    return tl.reshape(w, (16 * W, 64))
+
+
+@triton.jit
+def _operand(w, s, FORM: tl.constexpr, W: tl.constexpr):
+    """Weights of a step as the left operand; of NVFP4 2**-7 of them."""
+    if FORM == NVFP4:
+        w = _nvfp4(w, s, W)
+    if FORM == FP8:
+        w = _fp8(w, s, W)
+    return w
+
+
+@triton.jit
+def _rows(
+    weight,
+    row,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Pointers to the first step of 16 W rows: bfloat16 in their order, else (half, warp, 8)."""
+    if FORM == BF16:
+        return weight + row * N + tl.arange(0, 16 * W)[:, None] * N + tl.arange(0, C)[None, :]
+    return weight_pointers(weight, row, N, C, L, False, W)
+
+
+@triton.jit
+def _two_blocks(
+    x,
+    first,
+    first_scale,
+    second,
+    second_scale,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Products [16 W, ROWS] of two blocks of rows of N columns with the activations of a tile."""
+    # tiles of 16 rows x 128 columns lie one after the other, and so do their scales
+    STEP: tl.constexpr = 16 * L if C == TILE_COLUMNS else L
+    xs = x + tl.arange(0, C)[None, :]
+    a = tl.zeros((16 * W, ROWS), tl.float32)
+    b = tl.zeros((16 * W, ROWS), tl.float32)
+    one = tl.where(tl.program_id(0) >= 0, 1.0, 0.0)
+    for i in tl.range(0, N // C, num_stages=STAGES):
+        w1 = tl.load(first + i * STEP)
+        w2 = tl.load(second + i * STEP)
+        s1, s2 = 1.0, 1.0
+        if FORM == NVFP4:
+            s1 = tl.load(first_scale + i * 128)
+            s2 = tl.load(second_scale + i * 128)
+        if FORM == FP8:
+            s1 = tl.load(first_scale + i * C // 128)
+            s2 = tl.load(second_scale + i * C // 128)
+        chunk = tl.trans(tl.load(xs + i * C))
+        a = tl.dot(_operand(w1, s1, FORM, W), chunk, a)
+        b = tl.dot(_operand(w2, s2, FORM, W), chunk, b)
+        if FORM != BF16:
+            # A product whose operand is in registers is cut in two by Triton; left in flight till
+            # the end of the loop's body, its first half is copied, and ptxas then waits for each
+            # of the 8 instructions. A use makes it wait once; LLVM knows that it changes nothing.
+            a *= one
+            b *= one
+    return a, b
+
+
+@triton.jit
+def _columns_in_order(h, row, FORM: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
+    """16 W columns [ROWS, 16 W] from column `row` on as the next product reads them, and where."""
+    c = tl.arange(0, 16 * W)
+    at = row + c
+    if FORM == NVFP4:
+        # (t, i, p, h, odd) of a chunk of 128, or of a half of one, as (odd, i, h, t, p)
+        h = tl.permute(tl.reshape(h, (ROWS, W // 2, 4, 2, 2, 2)), (0, 5, 2, 4, 1, 3))
+        at = row // 128 * 128 + row % 128 // 16 + c // W * 8 + c % W
+    if FORM == FP8:
+        # (t, i, h, p) of chunks of 64 as (i, h, t, p)
+        h = tl.permute(tl.reshape(h, (ROWS, W // 4, 4, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
+    return tl.reshape(h, (ROWS, 16 * W)), at
+
+
+@triton.jit
+def _size(pairs, ROWS: tl.constexpr):
+    """Columns to compute for a tile: of a large one what has pairs, to a power of two from 32 on."""
+    size = ROWS
+    if ROWS >= 64:
+        if tl.load(pairs + ROWS // 2) < 0:
+            size = ROWS // 2
+            if ROWS >= 128:
+                if tl.load(pairs + ROWS // 4) < 0:
+                    size = ROWS // 4
+    return size
+
+
+@triton.jit
+def _gate_up(
+    x,
+    pairs,
+    stored,
+    hidden,
+    expert,
+    row,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """16 W columns, from `row` on, of the hidden values of the first ROWS pairs of a tile."""
+    weight, scale, scale_2 = stored
+    pair = tl.load(pairs + tl.arange(0, ROWS))
+    # columns of pairs that are none get some token's and are stored nowhere
+    xs = x + (tl.maximum(pair, 0) // K)[:, None] * D
+    w = _rows(weight, expert * (2 * F) + row, D, C, L, FORM, W)
+    s = _scales(scale, expert * 2, row, F, D, FORM, W)
+    apart, scales_apart = next_matrix(F, D, C, L, FORM)
+    g, u = _two_blocks(xs, w, s, w + apart, s + scales_apart, D, C, L, FORM, ROWS, W, STAGES)
+    if FORM == NVFP4:
+        g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
+        u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
+    h = (g / (1.0 + tl.exp(-g)) * u).to(hidden.dtype.element_ty)
+    h, at = _columns_in_order(tl.trans(h), row, FORM, ROWS, W)
+    tl.store(hidden + pair[:, None] * F + at[None, :], h, (pair >= 0)[:, None])
+
+
+@triton.jit
+def gate_up_many_kernel(
+    x,
+    experts,
+    pairs,
+    weight,
+    scale,
+    scale_2,
+    hidden,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """hidden[p] = silu(gate x) * (up x), 16 W columns of a tile a program: grid (F/(16 W), tiles).
+
+    Args:
+        x: tokens [T, D], their columns `ordered`.
+        experts: of each tile, -1 where none.
+        pairs: of each tile [tiles, ROWS], -1 where none.
+        weight: stored array of gate and up.
+        scale: stored scales.
+        scale_2: stored scales of whole matrices.
+        hidden: [T K, F], columns `ordered`.
+        K: choices of a token.
+        D: hidden size.
+        F: width of the experts.
+        C: columns of a step.
+        L: its elements in a row of the stored array.
+        FORM: stored form.
+        ROWS: pairs of a tile.
+        W: warps.
+        STAGES: of the pipeline.
+    """
+    row, tile = tl.program_id(0) * (16 * W), tl.program_id(1)
+    expert = tl.load(experts + tile).to(tl.int64)
+    if expert >= 0:
+        own = pairs + tile * ROWS
+        stored = (weight, scale, scale_2)
+        size = _size(own, ROWS)
+        HALF: tl.constexpr = ROWS // 2
+        if size == ROWS:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, ROWS, W, STAGES)
+        elif ROWS < 128:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF, W, STAGES)
+        elif size == HALF:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF, W, STAGES)
+        else:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF // 2, W, STAGES)
+@triton.jit
+def _down(
+    hidden,
+    pairs,
+    stored,
+    parts,
+    expert,
+    row,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """32 W columns, from `row` on, of the parts of the first ROWS pairs of a tile."""
+    weight, scale, scale_2 = stored
+    pair = tl.load(pairs + tl.arange(0, ROWS))
+    hs = hidden + tl.maximum(pair, 0)[:, None] * F
+    w1 = _rows(weight, expert * D + row, F, C, L, FORM, W)
+    w2 = _rows(weight, expert * D + row + 16 * W, F, C, L, FORM, W)
+    s1 = _scales(scale, expert, row, D, F, FORM, W)
+    s2 = _scales(scale, expert, row + 16 * W, D, F, FORM, W)
+    a, b = _two_blocks(hs, w1, s1, w2, s2, F, C, L, FORM, ROWS, W, STAGES)
+    if FORM == NVFP4:
+        total = tl.load(scale_2 + expert) * PRODUCT_UP
+        a *= total
+        b *= total
+    to = parts + pair[:, None] * D + row + tl.arange(0, 16 * W)[None, :]
+    there = (pair >= 0)[:, None]
+    tl.store(to, tl.trans(a).to(parts.dtype.element_ty), there)
+    tl.store(to + 16 * W, tl.trans(b).to(parts.dtype.element_ty), there)
+
+
+@triton.jit
+def down_many_kernel(
+    hidden,
+    experts,
+    pairs,
+    weight,
+    scale,
+    scale_2,
+    parts,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """parts[p] = down hidden[p], 32 W columns of a tile a program: grid (D/(32 W), tiles).
+
+    Args:
+        hidden: of `gate_up_many_kernel`, as are the arguments named like its.
+        experts: of each tile, -1 where none.
+        pairs: of each tile [tiles, ROWS], -1 where none.
+        weight: stored array of down.
+        scale: stored scales.
+        scale_2: stored scales of whole matrices.
+        parts: [T K, D].
+        D: hidden size.
+        F: width of the experts.
+        C: columns of a step.
+        L: its elements in a row of the stored array.
+        FORM: stored form.
+        ROWS: pairs of a tile.
+        W: warps.
+        STAGES: of the pipeline.
+    """
+    row, tile = tl.program_id(0) * (32 * W), tl.program_id(1)
+    expert = tl.load(experts + tile).to(tl.int64)
+    if expert >= 0:
+        own = pairs + tile * ROWS
+        stored = (weight, scale, scale_2)
+        size = _size(own, ROWS)
+        HALF: tl.constexpr = ROWS // 2
+        if size == ROWS:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, ROWS, W, STAGES)
+        elif ROWS < 128:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF, W, STAGES)
+        elif size == HALF:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF, W, STAGES)
+        else:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF // 2, W, STAGES)
