@@ -32,6 +32,8 @@ from qwen4jax.pallas.triton_call import triton_call
 EXTRA = 16
 # outputs of a `down` program; rows of `up` of an `up` program
 OUTPUTS = 64
+# of a `squeeze` program: a warp's 16-byte loads
+SUMS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +144,6 @@ def _squeezed(parts: Any, how: Cut, sizes: Any, inject: bool) -> Any:
     """Low-rank values [blocks, rank, rows of a block] and the injection weights [rows, streams]."""
     rows, count, rank = (sizes[n] for n in ("T", "R", "L"))
     slices, blocks = parts.shape[:2]
-    # a program has little work, as latency counts: 16 bytes of each slice for a thread
-    columns = max(1, min(16, 512 // how.rows))
     return triton_call(
         parts,
         kernel=squeeze_kernel,
@@ -152,10 +152,12 @@ def _squeezed(parts: Any, how: Cut, sizes: Any, inject: bool) -> Any:
             jax.ShapeDtypeStruct((blocks, rank, how.rows), jnp.bfloat16),
             jax.ShapeDtypeStruct((rows, count), jnp.float32),
         ),
-        grid=(blocks, rank // columns + (triton.cdiv(count, columns) if inject else 0)),
-        num_warps=max(1, columns * how.rows // 128),
+        grid=(blocks, triton.cdiv((rank + (count if inject else 0)) * how.rows, SUMS)),
+        # the warps share the slices: few loads each, and all under way at once
+        num_warps=8,
         SLICES=slices,
-        COLUMNS=columns,
+        ALL=triton.next_power_of_2(slices),
+        SUMS=SUMS,
         **{n: sizes[n] for n in ("T", "R", "L", "ROWS")},
     )
 
@@ -302,9 +304,10 @@ def squeeze_kernel(
     L: tl.constexpr,
     ROWS: tl.constexpr,
     SLICES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ALL: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """Sums over slices and what is made of them: grid (blocks of rows, (L + R) / COLUMNS).
+    """Sums over slices and what is made of them: grid (blocks of rows, (L + R) ROWS / SUMS).
 
     Args:
         parts: of `down_kernel`.
@@ -315,24 +318,23 @@ def squeeze_kernel(
         L: rank.
         ROWS: of a block.
         SLICES: of the streams.
-        COLUMNS: of a program.
+        ALL: the power of two that is not less.
+        SUMS: of a program.
     """
     block, group = tl.program_id(0), tl.program_id(1)
-    column = group * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    there = (column < L + R)[:, None]
-    place = block * ((L + 16) * ROWS) + column[:, None] * ROWS + row[None, :]
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for i in tl.static_range(SLICES):
-        total += tl.load(parts + place + i * tl.num_programs(0) * ((L + 16) * ROWS), there, 0.0)
-    total = total / R
-    if group < L // COLUMNS:
+    # the place in [L + 16, ROWS]
+    place = group * SUMS + tl.arange(0, SUMS)
+    part = tl.arange(0, ALL)[:, None]
+    at = (part * tl.num_programs(0) + block) * ((L + 16) * ROWS) + place[None, :]
+    there = (part < SLICES) & (place < (L + R) * ROWS)[None, :]
+    total = tl.sum(tl.load(parts + at, there, 0.0), axis=0) / R
+    if group < L * ROWS // SUMS:
         value = (total * tl.sigmoid(total)).to(tl.bfloat16)
-        tl.store(low + block * (L * ROWS) + column[:, None] * ROWS + row[None, :], value)
+        tl.store(low + block * (L * ROWS) + place, value)
     else:
-        own = (block * ROWS + row)[None, :] * R + (column - L)[:, None]
-        live = there & (block * ROWS + row < T)[None, :]
-        tl.store(wanted + own, 2.0 * tl.sigmoid(total), live)
+        row = block * ROWS + place % ROWS
+        stream = place // ROWS - L
+        tl.store(wanted + row * R + stream, 2.0 * tl.sigmoid(total), (row < T) & (stream < R))
 
 
 @triton.jit
