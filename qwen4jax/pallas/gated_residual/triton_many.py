@@ -46,8 +46,9 @@ class Cut:
         down_block: columns of a step of `down`.
         down_stages: buffers of such steps.
         up_stages: buffers of steps of `up`.
-        warps: of `down` and `up` programs.
-        norm_warps: of `norm` programs.
+        down_warps: of a `down` program.
+        up_warps: of an `up` program.
+        norm_warps: of a `norm` program.
         swapped: whether `up` has the weights on the 64-row side. If not the rows are on it, and
             the sum over streams stays within a thread.
     """
@@ -57,7 +58,8 @@ class Cut:
     down_block: int = 64
     down_stages: int = 8
     up_stages: int = 4
-    warps: int = 4
+    down_warps: int = 4
+    up_warps: int = 4
     norm_warps: int = 2
     swapped: bool = True
 
@@ -65,7 +67,8 @@ class Cut:
 def cut(rows: int, hidden: int) -> Cut:
     """How sizes that are not refused are cut."""
     block = max(16, min(128, triton.next_power_of_2(rows)))
-    return Cut(block, _power(hidden, 512))
+    # what `up` does with its product takes more threads than the product
+    return Cut(block, _power(hidden, 512), up_warps=8 if block == 128 else 4)
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
@@ -131,7 +134,7 @@ def _down(normed: Any, down: Any, inject: Any, how: Cut, sizes: Any) -> Any:
         out=jax.ShapeDtypeStruct((slices, blocks, rank + EXTRA, how.rows), jnp.float32),
         # blocks of rows next to each other: a weight's second reader finds it in the cache
         grid=(blocks, slices, triton.cdiv(rank, OUTPUTS) + (inject is not None)),
-        num_warps=how.warps,
+        num_warps=how.down_warps,
         num_stages=how.down_stages,
         WIDTH=how.width,
         BLOCK=min(how.width, how.down_block),
@@ -172,7 +175,7 @@ def _up(normed: Any, up: Any, low: Any, how: Cut, sizes: Any) -> Any:
         name=f"gated_residual_up_{rows}x{count}x{hidden}",
         out=jax.ShapeDtypeStruct((rows, hidden), normed.dtype),
         grid=(triton.cdiv(rows, how.rows), hidden // (OUTPUTS // count)),
-        num_warps=how.warps,
+        num_warps=how.up_warps,
         num_stages=how.up_stages,
         EACH=OUTPUTS // count,
         BLOCK=_power(rank, 64),
