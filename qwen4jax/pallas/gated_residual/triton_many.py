@@ -58,7 +58,7 @@ class Cut:
     rows: int
     width: int
     updates: bool
-    down_warps: int
+    down_warps: int = 4
     down_block: int = 64
     down_stages: int = 8
     up_warps: int = 4
@@ -73,7 +73,7 @@ def cut(rows: int, hidden: int) -> Cut:
     width = _power(hidden, 512)
     if block <= 32:
         # the warps hold what they ask for; 6 steps of `up` are all that there are, and one
-        return Cut(block, width, updates=True, down_warps=8, up_stages=6)
+        return Cut(block, width, updates=True, down_warps=4, up_stages=6)
     # what `up` does with its product takes more threads than the product
     return Cut(block, width, updates=False, down_warps=4, up_warps=8 if block == 128 else 4)
 
@@ -190,7 +190,9 @@ def _updated_down(
         ),
         grid=(slices, tiles),
         num_warps=how.down_warps,
+        num_stages=how.down_stages,
         WIDTH=how.width,
+        BLOCK=min(how.width, how.down_block),
         N=OUTPUTS,
         PENDING=pending,
         **sizes,

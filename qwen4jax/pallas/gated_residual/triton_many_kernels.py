@@ -135,14 +135,14 @@ def update_down_kernel(
     L: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     N: tl.constexpr,
     PENDING: tl.constexpr,
 ):
     """`norm_kernel` and `down_kernel` of up to 32 rows in one: grid (slices, tiles).
 
     The norm's factor is one number for each row and stream: it is left to those who add the slices
-    up. One product of everything, which no loop has to be filled for; the last tile has the fewest
-    weights, and stores what all tiles know.
+    up. The last tile has the fewest weights, and stores what all tiles know.
 
     Args:
         streams: [T, R D].
@@ -160,6 +160,7 @@ def update_down_kernel(
         L: rank.
         ROWS: of a product.
         WIDTH: columns of a slice, all of one stream.
+        BLOCK: columns of a step.
         N: outputs.
         PENDING: whether there is `y`.
     """
@@ -174,30 +175,34 @@ def update_down_kernel(
         matrix = inject
         there = output < R
         first = L
-    column = part * WIDTH + tl.arange(0, WIDTH)
-    left = tl.load(matrix + output[:, None] * (R * D) + column[None, :], there[:, None], 0.0)
     row = tl.arange(0, ROWS)
     live = (row < T)[:, None]
-    place = row[:, None] * (R * D) + column[None, :]
-    value = tl.load(streams + place, live, 0.0)
-    gain = tl.load(norm + column)
-    scale, added = 0.0, 0.0
+    scale = 0.0
     if PENDING:
-        scale = tl.load(weights + row * R + stream, row < T, 0.0)
-        added = tl.load(y + row[:, None] * D + (column - stream * D)[None, :], live, 0.0)
-    # the assembler would have a few loads under way at a time, for fewer registers
-    tl.debug_barrier()
-    if PENDING:
-        value = (value.to(tl.float32) + scale[:, None] * added.to(tl.float32)).to(tl.bfloat16)
-    exact = value.to(tl.float32)
-    right = (exact * (1.0 + gain.to(tl.float32))[None, :]).to(tl.bfloat16)
-    acc = tl.dot(left, right.T)
+        scale = tl.load(weights + row * R + stream, row < T, 0.0)[:, None]
+    acc = tl.zeros((N, ROWS), tl.float32)
+    square = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.range(0, WIDTH, BLOCK):
+        column = part * WIDTH + k + tl.arange(0, BLOCK)
+        left = tl.load(matrix + output[:, None] * (R * D) + column[None, :], there[:, None], 0.0)
+        place = row[:, None] * (R * D) + column[None, :]
+        value = tl.load(streams + place, live, 0.0)
+        # for all rows: what is copied to shared memory ahead is 16 bytes a thread or nothing
+        gain = tl.load(norm + column[None, :] + row[:, None] * 0)
+        if PENDING:
+            beside = row[:, None] * D + (column - stream * D)[None, :]
+            added = tl.load(y + beside, live, 0.0).to(tl.float32)
+            value = (value.to(tl.float32) + scale * added).to(tl.bfloat16)
+            if tile == tl.num_programs(1) - 1:
+                tl.store(new + place, value, live)
+        exact = value.to(tl.float32)
+        square += exact * exact
+        right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
+        acc = tl.dot(left, right.T, acc)
     at = (part * (L + 16) + first + output)[:, None] * ROWS + row[None, :]
     tl.store(parts + at, acc, there[:, None])
     if tile == tl.num_programs(1) - 1:
-        tl.store(squares + part * ROWS + row, tl.sum(exact * exact, axis=1))
-        if PENDING:
-            tl.store(new + place, value, live)
+        tl.store(squares + part * ROWS + row, tl.sum(square, axis=1))
 
 
 @triton.jit
@@ -308,6 +313,12 @@ def up_kernel(
     column = index // EACH * D + first + index % EACH
     row = (block * ROWS + line).to(tl.int64)
     live = (row < T)[:, None]
+    # under way before the products' first step
+    value = tl.load(streams + row[:, None] * (R * D) + column[None, :], live, 0.0)
+    factor, gain = 1.0, 0.0
+    if FACTORS:
+        factor = tl.load(factors + (index // EACH * ROWS)[None, :] + line[:, None])
+        gain = tl.load(norm + column)
     k = tl.arange(0, BLOCK)
     w = up + column[:, None] * L + k[None, :]
     z = low + block * (L * ROWS) + k[:, None] * ROWS + line[None, :]
@@ -321,12 +332,10 @@ def up_kernel(
         for i in tl.range(0, L, BLOCK):
             acc = tl.dot(tl.load(z + i * ROWS).T, tl.load(w + i).T, acc)
         gates = tl.sigmoid(acc)
-    value = tl.load(streams + row[:, None] * (R * D) + column[None, :], live, 0.0)
     value = value.to(tl.float32)
     if FACTORS:
-        factor = tl.load(factors + (index // EACH * ROWS)[None, :] + line[:, None])
-        gain = 1.0 + tl.load(norm + column).to(tl.float32)
-        value = (value * factor * gain[None, :]).to(tl.bfloat16).to(tl.float32)
+        value = value * factor * (1.0 + gain.to(tl.float32))[None, :]
+        value = value.to(tl.bfloat16).to(tl.float32)
     gated = tl.reshape(gates * value, (ROWS, R, EACH))
     mean = tl.sum(gated, axis=1) / R
     channel = first + tl.arange(0, EACH)
