@@ -67,22 +67,24 @@ class Cut:
     swapped: bool = True
 
 
-def cut(rows: int, hidden: int) -> Cut:
+def cut(rows: int, count: int, hidden: int) -> Cut:
     """How sizes that are not refused are cut."""
     block = max(16, min(128, triton.next_power_of_2(rows)))
-    width = _power(hidden, 512)
     if block <= 32:
-        # the warps hold what they ask for; 6 steps of `up` are all that there are, and one
-        return Cut(block, width, updates=True, down_warps=4, up_stages=6)
+        # stages: all steps that there are, and one
+        width = _power(hidden, 512)
+        return Cut(block, width, updates=True, down_block=128, down_stages=5, up_stages=6)
+    # wider slices where blocks of rows make programs
+    width = _power(count * hidden, 512 * triton.cdiv(rows, block))
     # what `up` does with its product takes more threads than the product
-    return Cut(block, width, updates=False, down_warps=4, up_warps=8 if block == 128 else 4)
+    return Cut(block, width, updates=False, up_warps=8 if block == 128 else 4)
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
-    how = how or cut(rows, hidden)
+    how = how or cut(rows, count, hidden)
     flat = streams.reshape(rows, count * hidden)
     # what a kernel has no use for is another array's pointer
     weights, y = (norm, flat) if pending is None else pending
@@ -91,7 +93,9 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
     sizes = dict(T=rows, R=count, D=hidden, L=rank, ROWS=how.rows)
     tiles = triton.cdiv(rank, OUTPUTS) + (inject is not None)
     if how.updates:
-        new, parts, squares = _updated_down(arrays, matrices, pending is not None, tiles, how, sizes)
+        new, parts, squares = _updated_down(
+            arrays, matrices, pending is not None, tiles, how, sizes
+        )
         source = new if pending else flat
     else:
         new, source = _normed(arrays, pending is not None, how, sizes, eps)
@@ -173,7 +177,7 @@ def _down(normed: Any, matrices: Any, tiles: int, how: Cut, sizes: Any) -> Any:
 
 
 def _updated_down(
-    arrays: Any, matrices: Any, pending: bool, tiles: int, how: Cut, sizes: Any
+    arrays: Any, matrices: Any, tiles: int, pending: bool, how: Cut, sizes: Any
 ) -> Any:
     """The streams, sums by slice as of `_down` without the norm's factors, sums of squares."""
     rows, count, hidden, rank = (sizes[n] for n in ("T", "R", "D", "L"))

@@ -1,4 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
 """The launches of `triton_many`, which says what they are for and why they are so."""
 
 import triton
@@ -193,8 +194,8 @@ def update_down_kernel(
             beside = row[:, None] * D + (column - stream * D)[None, :]
             added = tl.load(y + beside, live, 0.0).to(tl.float32)
             value = (value.to(tl.float32) + scale * added).to(tl.bfloat16)
-            if tile == tl.num_programs(1) - 1:
-                tl.store(new + place, value, live)
+            # a branch would have the compiler double the loop and its buffers
+            tl.store(new + place, value, live & (tile == tl.num_programs(1) - 1))
         exact = value.to(tl.float32)
         square += exact * exact
         right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
@@ -309,15 +310,18 @@ def up_kernel(
     """
     block, first = tl.program_id(0), tl.program_id(1) * EACH
     line = tl.arange(0, ROWS)
+    # rows of `up`: 16 to a warp, all streams of some channels, so that their sum stays within it
     index = tl.arange(0, R * EACH)
-    column = index // EACH * D + first + index % EACH
+    SOME: tl.constexpr = 16 // R
+    stream = index % 16 // SOME
+    column = stream * D + first + index // 16 * SOME + index % SOME
     row = (block * ROWS + line).to(tl.int64)
     live = (row < T)[:, None]
     # under way before the products' first step
     value = tl.load(streams + row[:, None] * (R * D) + column[None, :], live, 0.0)
     factor, gain = 1.0, 0.0
     if FACTORS:
-        factor = tl.load(factors + (index // EACH * ROWS)[None, :] + line[:, None])
+        factor = tl.load(factors + (stream * ROWS)[None, :] + line[:, None])
         gain = tl.load(norm + column)
     k = tl.arange(0, BLOCK)
     w = up + column[:, None] * L + k[None, :]
@@ -336,7 +340,7 @@ def up_kernel(
     if FACTORS:
         value = value * factor * (1.0 + gain.to(tl.float32))[None, :]
         value = value.to(tl.bfloat16).to(tl.float32)
-    gated = tl.reshape(gates * value, (ROWS, R, EACH))
-    mean = tl.sum(gated, axis=1) / R
+    gated = tl.reshape(gates * value, (ROWS, R * EACH // 16, R, SOME))
+    mean = tl.reshape(tl.sum(gated, axis=2) / R, (ROWS, EACH))
     channel = first + tl.arange(0, EACH)
     tl.store(x + row[:, None] * D + channel[None, :], mean.to(tl.bfloat16), live)
