@@ -93,9 +93,8 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
     sizes = dict(T=rows, R=count, D=hidden, L=rank, ROWS=how.rows)
     tiles = triton.cdiv(rank, OUTPUTS) + (inject is not None)
     if how.updates:
-        new, parts, squares = _updated_down(
-            arrays, matrices, pending is not None, tiles, how, sizes
-        )
+        given = arrays, matrices, tiles, pending is not None
+        new, parts, squares = _updated_down(*given, how, sizes)
         source = new if pending else flat
     else:
         new, source = _normed(arrays, pending is not None, how, sizes, eps)
