@@ -53,6 +53,7 @@ class Cut:
         up_stages: buffers of steps of `up`.
         norm_warps: of a `norm` program.
         swapped: whether `up` has the weights on the 64-row side. If not the rows are on it.
+        asks: whether launches have the cache get the weights of later ones.
     """
 
     rows: int
@@ -65,6 +66,7 @@ class Cut:
     up_stages: int = 4
     norm_warps: int = 2
     swapped: bool = True
+    asks: bool = True
 
 
 def cut(rows: int, count: int, hidden: int) -> Cut:
@@ -89,7 +91,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
     # what a kernel has no use for is another array's pointer
     weights, y = (norm, flat) if pending is None else pending
     arrays = (flat, weights.reshape(rows, count) if pending else norm, y.reshape(rows, -1), norm)
-    matrices = down, (down if inject is None else inject)
+    matrices = down, (down if inject is None else inject), up
     sizes = dict(T=rows, R=count, D=hidden, L=rank, ROWS=how.rows)
     tiles = triton.cdiv(rank, OUTPUTS) + (inject is not None)
     if how.updates:
@@ -97,7 +99,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         new, parts, squares = _updated_down(*given, how, sizes)
         source = new if pending else flat
     else:
-        new, source = _normed(arrays, pending is not None, how, sizes, eps)
+        new, source = _normed(arrays, down, pending is not None, how, sizes, eps)
         parts = _down(source, matrices, tiles, how, sizes)
         squares = norm
     low, wanted, factors = _squeezed(parts, squares, inject is not None, how, sizes, eps)
@@ -135,11 +137,12 @@ def _new(arrays: Any, pending: bool) -> Any:
     return jax.ShapeDtypeStruct(arrays[0].shape if pending else (1, 1), arrays[0].dtype)
 
 
-def _normed(arrays: Any, pending: bool, how: Cut, sizes: Any, eps: float) -> Any:
+def _normed(arrays: Any, down: Any, pending: bool, how: Cut, sizes: Any, eps: float) -> Any:
     """The streams with the pending output in them, and their norm."""
     rows, count, hidden = sizes["T"], sizes["R"], sizes["D"]
     return triton_call(
         *arrays,
+        down,
         kernel=kernels.norm_kernel,
         name=f"gated_residual_norm_{rows}x{count}x{hidden}",
         out=(_new(arrays, pending), _new(arrays, True)),
@@ -148,6 +151,8 @@ def _normed(arrays: Any, pending: bool, how: Cut, sizes: Any, eps: float) -> Any
         T=rows,
         R=count,
         D=hidden,
+        L=sizes["L"],
+        ASKS=how.asks,
         PENDING=pending,
         EPS=eps,
         CHUNK=_power(hidden, 256 * how.norm_warps),
@@ -171,6 +176,7 @@ def _down(normed: Any, matrices: Any, tiles: int, how: Cut, sizes: Any) -> Any:
         WIDTH=how.width,
         BLOCK=min(how.width, how.down_block),
         N=OUTPUTS,
+        PROGRAMS=blocks * slices * tiles * how.asks,
         **sizes,
     )
 
@@ -197,6 +203,7 @@ def _updated_down(
         WIDTH=how.width,
         BLOCK=min(how.width, how.down_block),
         N=OUTPUTS,
+        PROGRAMS=slices * tiles * how.asks,
         PENDING=pending,
         **sizes,
     )

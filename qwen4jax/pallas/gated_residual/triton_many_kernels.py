@@ -5,6 +5,26 @@
 import triton
 import triton.language as tl
 
+# by one thread: whoever else reads the bytes soon finds them in the cache
+_ASK = tl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.b32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, $2;
+}""")
+
+
+@triton.jit
+def _ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
+    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
+    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
+    )
+
 
 @triton.jit
 def norm_kernel(
@@ -12,14 +32,17 @@ def norm_kernel(
     weights,
     y,
     norm,
+    down,
     new,
     normed,
     T: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
+    L: tl.constexpr,
     PENDING: tl.constexpr,
     EPS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ASKS: tl.constexpr,
 ):
     """The pending output's update of a row's stream, and its norm: grid (T, R).
 
@@ -28,14 +51,17 @@ def norm_kernel(
         weights: with which `y` is injected [T, R].
         y: output of the sublayer before [T, D].
         norm: gain minus one [R D].
+        down: what the next launch reads [L, R D].
         new: streams with `y` in them [T, R D].
         normed: RMS norm of each stream [T, R D].
         T: rows.
         R: streams.
         D: channels of a stream.
+        L: rank.
         PENDING: whether there is `y`.
         EPS: of the norm.
         CHUNK: channels of a load.
+        ASKS: whether the cache is to have `down`.
     """
     row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, CHUNK)
@@ -49,6 +75,8 @@ def norm_kernel(
     scale = 0.0
     if PENDING:
         scale = tl.load(weights + row * R + stream)
+    if ASKS:
+        _ask(down, tl.program_id(0) * R + stream, T * R, L * R * D)
     square = tl.zeros((CHUNK,), tl.float32)
     updated = ()
     for i in tl.static_range(D // CHUNK):
@@ -69,6 +97,7 @@ def down_kernel(
     normed,
     down,
     inject,
+    up,
     parts,
     T: tl.constexpr,
     R: tl.constexpr,
@@ -78,6 +107,7 @@ def down_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
     """Sums of N outputs over a slice of the streams: grid (blocks of rows, slices, tiles).
 
@@ -85,6 +115,7 @@ def down_kernel(
         normed: of `norm_kernel`.
         down: low-rank projection [L, R D].
         inject: projection to the injection weights [R, R D], the last tile's.
+        up: what the launch after the next reads [R D, L].
         parts: sums [R D / WIDTH, blocks, L + 16, ROWS]; those past the weights are not written.
         T: rows.
         R: streams.
@@ -94,6 +125,7 @@ def down_kernel(
         WIDTH: columns of a slice.
         BLOCK: columns of a step.
         N: outputs.
+        PROGRAMS: that ask for `up`, or 0.
     """
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tl.arange(0, N)
@@ -114,6 +146,10 @@ def down_kernel(
         left = tl.load(w + k, there[:, None], 0.0)
         right = tl.load(n + k, (row < T)[None, :], 0.0)
         acc = tl.dot(left, right, acc)
+    # while the slices are added up memory has nothing else to do
+    if PROGRAMS:
+        program = (tile * tl.num_programs(1) + part) * tl.num_programs(0) + block
+        _ask(up, program, PROGRAMS, L * R * D)
     base = (part * tl.num_programs(0) + block) * (L + 16) + first
     place = (base + output)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     tl.store(parts + place, acc, there[:, None])
@@ -127,6 +163,7 @@ def update_down_kernel(
     norm,
     down,
     inject,
+    up,
     new,
     parts,
     squares,
@@ -138,6 +175,7 @@ def update_down_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PENDING: tl.constexpr,
 ):
     """`norm_kernel` and `down_kernel` of up to 32 rows in one: grid (slices, tiles).
@@ -152,6 +190,7 @@ def update_down_kernel(
         norm: gain minus one [R D].
         down: low-rank projection [L, R D].
         inject: projection to the injection weights [R, R D], the last tile's.
+        up: what the launch after the next reads [R D, L].
         new: streams with `y` in them [T, R D].
         parts: sums without the norm's factor [R D / WIDTH, 1, L + 16, ROWS].
         squares: sums of the streams' squares [R D / WIDTH, ROWS].
@@ -163,6 +202,7 @@ def update_down_kernel(
         WIDTH: columns of a slice, all of one stream.
         BLOCK: columns of a step.
         N: outputs.
+        PROGRAMS: that ask for `up`, or 0.
         PENDING: whether there is `y`.
     """
     part, tile = tl.program_id(0), tl.program_id(1)
@@ -200,6 +240,8 @@ def update_down_kernel(
         square += exact * exact
         right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
         acc = tl.dot(left, right.T, acc)
+    if PROGRAMS:
+        _ask(up, tile * tl.num_programs(0) + part, PROGRAMS, L * R * D)
     at = (part * (L + 16) + first + output)[:, None] * ROWS + row[None, :]
     tl.store(parts + at, acc, there[:, None])
     if tile == tl.num_programs(1) - 1:
