@@ -17,7 +17,7 @@ mov.b32 $0, $2;
 
 
 @triton.jit
-def _ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+def ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
     """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
     SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
     first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
@@ -76,7 +76,7 @@ def norm_kernel(
     if PENDING:
         scale = tl.load(weights + row * R + stream)
     if ASKS:
-        _ask(down, tl.program_id(0) * R + stream, T * R, L * R * D)
+        ask(down, tl.program_id(0) * R + stream, T * R, L * R * D)
     square = tl.zeros((CHUNK,), tl.float32)
     updated = ()
     for i in tl.static_range(D // CHUNK):
@@ -149,7 +149,7 @@ def down_kernel(
     # while the slices are added up memory has nothing else to do
     if PROGRAMS:
         program = (tile * tl.num_programs(1) + part) * tl.num_programs(0) + block
-        _ask(up, program, PROGRAMS, L * R * D)
+        ask(up, program, PROGRAMS, L * R * D)
     base = (part * tl.num_programs(0) + block) * (L + 16) + first
     place = (base + output)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     tl.store(parts + place, acc, there[:, None])
@@ -241,7 +241,7 @@ def update_down_kernel(
         right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
         acc = tl.dot(left, right.T, acc)
     if PROGRAMS:
-        _ask(up, tile * tl.num_programs(0) + part, PROGRAMS, L * R * D)
+        ask(up, tile * tl.num_programs(0) + part, PROGRAMS, L * R * D)
     at = (part * (L + 16) + first + output)[:, None] * ROWS + row[None, :]
     tl.store(parts + at, acc, there[:, None])
     if tile == tl.num_programs(1) - 1:
