@@ -30,7 +30,7 @@ def elementwise(
         for column in range(words.shape[1]):
             registers[f"${sum(widths) + len(registers)}"] = words[:, column]
     for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
-        if line.strip():
+        if line.strip() and not re.search(_NO_RESULT, line):
             name, *arguments = (part.strip() for part in re.split(r"[ ,]+", line.strip()))
             target, *sources = arguments
             values = [registers[s] if s in registers else np.uint32(int(s, 0)) for s in sources]
@@ -96,6 +96,8 @@ def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray
     return run
 
 
+# what only asks the cache for bytes, in one thread
+_NO_RESULT = r"prefetch|%tid|setp"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,

@@ -10,6 +10,8 @@ from qwen4jax.pallas.registry import Kernel, Operation
 
 # above these the products are large enough for cuBLAS
 MOST_ROWS = 128
+# rows times columns of the streams are counted in 32 bits
+_MOST_MANY = 65536
 
 
 def _refuses(streams: Any, pending: Any, norm: Any, down: Any, *_: Any, **__: Any) -> str | None:
@@ -49,6 +51,20 @@ def _refuses_few(
     return None
 
 
+def _refuses_many(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
+) -> str | None:
+    batch, time, count, hidden = streams.shape
+    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
+    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
+        return "takes bfloat16 streams and weights"
+    if not 1 <= batch * time <= _MOST_MANY:
+        return f"takes 1 to {_MOST_MANY} rows, not {batch * time}"
+    if count not in (2, 4, 8, 16) or hidden % 64 or down.shape[0] % 16:
+        return "takes 2, 4, 8 or 16 streams, widths in multiples of 64 and ranks of 16"
+    return None
+
+
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
 _HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
 
@@ -65,6 +81,11 @@ BOUNDARY = Operation(
             "qwen4jax.pallas.gated_residual.triton_few.boundary",
             needs=("triton",),
             refuses=_refuses_few,
+        ),
+        "triton_many": Kernel(
+            "qwen4jax.pallas.gated_residual.triton_many.boundary",
+            needs=("triton",),
+            refuses=_refuses_many,
         ),
         "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
     },

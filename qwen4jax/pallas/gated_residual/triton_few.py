@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.gated_residual.triton_few_up import up_kernel as loop_up
+from qwen4jax.pallas.gated_residual.triton_many_kernels import ask
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
 from qwen4jax.pallas.triton_call import triton_call
 
@@ -49,6 +51,8 @@ class Cut:
     warps: int
     channels: int
     split: int
+    asks: bool = False
+    loop: int = 0
 
 
 def cut(hidden: int, rank: int) -> Cut:
@@ -76,6 +80,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         norm,
         down,
         down if inject is None else inject,
+        up,
         kernel=down_kernel,
         name=f"gated_residual_down_{rows}x{count}x{hidden}",
         out=(
@@ -88,9 +93,35 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         PENDING=pending is not None,
         TILES=rank // 16 + (inject is not None),
         W=how.warps,
+        PROGRAMS=slices * (rank // 16 + (inject is not None)) * how.asks,
         **sizes,
     )
     new = flat if pending is None else new
+    if how.loop:
+        x, wanted = triton_call(
+            new,
+            norm,
+            up,
+            parts,
+            squares,
+            kernel=loop_up,
+            name=f"gated_residual_up_{rows}x{count}x{hidden}",
+            out=(shape((rows, hidden), flat.dtype), shape((rows, count), jnp.float32)),
+            grid=(hidden // (64 // count),),
+            num_warps=4,
+            num_stages=how.loop,
+            INJECT=inject is not None,
+            EPS=eps,
+            ROWS=16,
+            EACH=64 // count,
+            BLOCK=min(64, rank & -rank),
+            **sizes,
+        )
+        return (
+            streams if pending is None else new.reshape(streams.shape),
+            x.reshape(batch, time, hidden),
+            None if inject is None else wanted.reshape(batch, time, count),
+        )
     x, wanted = triton_call(
         new,
         norm,
@@ -130,6 +161,7 @@ def down_kernel(
     norm,
     down,
     inject,
+    up,
     new,
     parts,
     squares,
@@ -141,6 +173,7 @@ def down_kernel(
     PENDING: tl.constexpr,
     TILES: tl.constexpr,
     W: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
     """Sums of 16 outputs over a slice of a stream: grid (R SLICES, TILES).
 
@@ -208,6 +241,8 @@ def down_kernel(
         square += value * value
         normed = (value * (1.0 + gain[i].to(tl.float32))).to(tl.bfloat16)
         acc = product(tiles[i], 1.0, (arranged(normed, W),), acc, BF16, W)
+    if PROGRAMS:
+        ask(up, tile * tl.num_programs(0) + part, PROGRAMS, L * R * D)
     total = tl.sum(acc, axis=0)
     outputs = tile * 16 + tl.arange(0, 16)
     rows = tl.arange(0, 8)

@@ -1,0 +1,388 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+"""The launches of `triton_many`, which says what they are for and why they are so."""
+
+import triton
+import triton.language as tl
+
+# by one thread: whoever else reads the bytes soon finds them in the cache
+_ASK = tl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.b32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, $2;
+}""")
+
+
+@triton.jit
+def ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
+    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
+    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def norm_kernel(
+    streams,
+    weights,
+    y,
+    norm,
+    down,
+    new,
+    normed,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    PENDING: tl.constexpr,
+    EPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ASKS: tl.constexpr,
+):
+    """The pending output's update of a row's stream, and its norm: grid (T, R).
+
+    Args:
+        streams: [T, R D].
+        weights: with which `y` is injected [T, R].
+        y: output of the sublayer before [T, D].
+        norm: gain minus one [R D].
+        down: what the next launch reads [L, R D].
+        new: streams with `y` in them [T, R D].
+        normed: RMS norm of each stream [T, R D].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        PENDING: whether there is `y`.
+        EPS: of the norm.
+        CHUNK: channels of a load.
+        ASKS: whether the cache is to have `down`.
+    """
+    row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.arange(0, CHUNK)
+    place = row * (R * D) + stream * D + channel
+    values, extra, gains = (), (), ()
+    for i in tl.static_range(D // CHUNK):
+        values = values + (tl.load(streams + place + i * CHUNK),)  # noqa: RUF005
+        gains = gains + (tl.load(norm + stream * D + channel + i * CHUNK),)  # noqa: RUF005
+        if PENDING:
+            extra = extra + (tl.load(y + row * D + channel + i * CHUNK),)  # noqa: RUF005
+    scale = 0.0
+    if PENDING:
+        scale = tl.load(weights + row * R + stream)
+    if ASKS:
+        ask(down, tl.program_id(0) * R + stream, T * R, L * R * D)
+    square = tl.zeros((CHUNK,), tl.float32)
+    updated = ()
+    for i in tl.static_range(D // CHUNK):
+        value = values[i]
+        if PENDING:
+            value = (value.to(tl.float32) + scale * extra[i].to(tl.float32)).to(tl.bfloat16)
+            tl.store(new + place + i * CHUNK, value)
+        updated = updated + (value,)  # noqa: RUF005
+        square += value.to(tl.float32) * value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(square, axis=0) / D + EPS)
+    for i in tl.static_range(D // CHUNK):
+        value = updated[i].to(tl.float32) * factor * (1.0 + gains[i].to(tl.float32))
+        tl.store(normed + place + i * CHUNK, value.to(tl.bfloat16))
+
+
+@triton.jit
+def down_kernel(
+    normed,
+    down,
+    inject,
+    up,
+    parts,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Sums of N outputs over a slice of the streams: grid (blocks of rows, slices, tiles).
+
+    Args:
+        normed: of `norm_kernel`.
+        down: low-rank projection [L, R D].
+        inject: projection to the injection weights [R, R D], the last tile's.
+        up: what the launch after the next reads [R D, L].
+        parts: sums [R D / WIDTH, blocks, L + 16, ROWS]; those past the weights are not written.
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a block.
+        WIDTH: columns of a slice.
+        BLOCK: columns of a step.
+        N: outputs.
+        PROGRAMS: that ask for `up`, or 0.
+    """
+    block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    output = tl.arange(0, N)
+    if tile < (L + N - 1) // N:
+        matrix = down + tile * N * (R * D)
+        there = tile * N + output < L
+        first = tile * N
+    else:
+        matrix = inject
+        there = output < R
+        first = L
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = part * WIDTH + tl.arange(0, BLOCK)
+    w = matrix + output[:, None] * (R * D) + column[None, :]
+    n = normed + row.to(tl.int64)[None, :] * (R * D) + column[:, None]
+    acc = tl.zeros((N, ROWS), tl.float32)
+    for k in tl.range(0, WIDTH, BLOCK):
+        left = tl.load(w + k, there[:, None], 0.0)
+        right = tl.load(n + k, (row < T)[None, :], 0.0)
+        acc = tl.dot(left, right, acc)
+    # while the slices are added up memory has nothing else to do
+    if PROGRAMS:
+        program = (tile * tl.num_programs(1) + part) * tl.num_programs(0) + block
+        ask(up, program, PROGRAMS, L * R * D)
+    base = (part * tl.num_programs(0) + block) * (L + 16) + first
+    place = (base + output)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(parts + place, acc, there[:, None])
+
+
+@triton.jit
+def update_down_kernel(
+    streams,
+    weights,
+    y,
+    norm,
+    down,
+    inject,
+    up,
+    new,
+    parts,
+    squares,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PENDING: tl.constexpr,
+):
+    """`norm_kernel` and `down_kernel` of up to 32 rows in one: grid (slices, tiles).
+
+    The norm's factor is one number for each row and stream: it is left to those who add the slices
+    up. The last tile has the fewest weights, and stores what all tiles know.
+
+    Args:
+        streams: [T, R D].
+        weights: with which `y` is injected [T, R].
+        y: output of the sublayer before [T, D].
+        norm: gain minus one [R D].
+        down: low-rank projection [L, R D].
+        inject: projection to the injection weights [R, R D], the last tile's.
+        up: what the launch after the next reads [R D, L].
+        new: streams with `y` in them [T, R D].
+        parts: sums without the norm's factor [R D / WIDTH, 1, L + 16, ROWS].
+        squares: sums of the streams' squares [R D / WIDTH, ROWS].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a product.
+        WIDTH: columns of a slice, all of one stream.
+        BLOCK: columns of a step.
+        N: outputs.
+        PROGRAMS: that ask for `up`, or 0.
+        PENDING: whether there is `y`.
+    """
+    part, tile = tl.program_id(0), tl.program_id(1)
+    stream = part // (D // WIDTH)
+    output = tl.arange(0, N)
+    if tile < (L + N - 1) // N:
+        matrix = down + tile * N * (R * D)
+        there = tile * N + output < L
+        first = tile * N
+    else:
+        matrix = inject
+        there = output < R
+        first = L
+    row = tl.arange(0, ROWS)
+    live = (row < T)[:, None]
+    scale = 0.0
+    if PENDING:
+        scale = tl.load(weights + row * R + stream, row < T, 0.0)[:, None]
+    acc = tl.zeros((N, ROWS), tl.float32)
+    square = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.range(0, WIDTH, BLOCK):
+        column = part * WIDTH + k + tl.arange(0, BLOCK)
+        left = tl.load(matrix + output[:, None] * (R * D) + column[None, :], there[:, None], 0.0)
+        place = row[:, None] * (R * D) + column[None, :]
+        value = tl.load(streams + place, live, 0.0)
+        # for all rows: what is copied to shared memory ahead is 16 bytes a thread or nothing
+        gain = tl.load(norm + column[None, :] + row[:, None] * 0)
+        if PENDING:
+            beside = row[:, None] * D + (column - stream * D)[None, :]
+            added = tl.load(y + beside, live, 0.0).to(tl.float32)
+            value = (value.to(tl.float32) + scale * added).to(tl.bfloat16)
+            # a branch would have the compiler double the loop and its buffers
+            tl.store(new + place, value, live & (tile == tl.num_programs(1) - 1))
+        exact = value.to(tl.float32)
+        square += exact * exact
+        right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
+        acc = tl.dot(left, right.T, acc)
+    if PROGRAMS:
+        ask(up, tile * tl.num_programs(0) + part, PROGRAMS, L * R * D)
+    at = (part * (L + 16) + first + output)[:, None] * ROWS + row[None, :]
+    tl.store(parts + at, acc, there[:, None])
+    if tile == tl.num_programs(1) - 1:
+        tl.store(squares + part * ROWS + row, tl.sum(square, axis=1))
+
+
+@triton.jit
+def squeeze_kernel(
+    parts,
+    squares,
+    low,
+    wanted,
+    factors,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
+    ALL: tl.constexpr,
+    SUMS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Sums over slices and what is made of them: grid (blocks of rows, (L + R) ROWS / SUMS).
+
+    Args:
+        parts: of `down_kernel` or `update_down_kernel`.
+        squares: of `update_down_kernel`.
+        low: SiLU of the low-rank sums over R [blocks, L, ROWS].
+        wanted: injection weights [T, R].
+        factors: of the norm [R, ROWS].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a block.
+        SLICES: of all streams.
+        ALL: the power of two that is not less.
+        SUMS: of a program.
+        FACTORS: whether the sums are without the norm's factors.
+        EPS: of the norm.
+    """
+    block, group = tl.program_id(0), tl.program_id(1)
+    part = tl.arange(0, ALL)[:, None]
+    # in [L + 16, ROWS]
+    place = group * SUMS + tl.arange(0, SUMS)
+    inside = (part < SLICES) & (place < (L + R) * ROWS)[None, :]
+    at = (part * tl.num_programs(0) + block) * ((L + 16) * ROWS) + place[None, :]
+    loaded = tl.load(parts + at, inside, 0.0)
+    if FACTORS:
+        # each element for itself: to hand sums around takes longer than to read them again
+        EACH: tl.constexpr = SLICES // R
+        first = squares + part // EACH * (EACH * ROWS) + (place % ROWS)[None, :]
+        square = tl.load(first, inside, 0.0)
+        for i in tl.static_range(1, EACH):
+            square += tl.load(first + i * ROWS, inside, 0.0)
+        factor = tl.rsqrt(square / D + EPS)
+        loaded *= factor
+        own = inside & (part % EACH == 0) & (place < ROWS)[None, :]
+        tl.store(factors + part // EACH * ROWS + place[None, :], factor, own)
+    total = tl.sum(loaded, axis=0) / R
+    if group < L * ROWS // SUMS:
+        value = (total * tl.sigmoid(total)).to(tl.bfloat16)
+        tl.store(low + block * (L * ROWS) + place, value)
+    else:
+        row = block * ROWS + place % ROWS
+        stream = place // ROWS - L
+        tl.store(wanted + row * R + stream, 2.0 * tl.sigmoid(total), (row < T) & (stream < R))
+
+
+@triton.jit
+def up_kernel(
+    streams,
+    norm,
+    factors,
+    up,
+    low,
+    x,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """The mean over streams of EACH channels: grid (blocks of rows, D / EACH).
+
+    Args:
+        streams: with everything in them, or their norm [T, R D].
+        norm: gain minus one [R D].
+        factors: of the norm [R, ROWS].
+        up: gates' projection [R D, L].
+        low: of `squeeze_kernel`.
+        x: [T, D].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a block.
+        EACH: channels of each stream.
+        BLOCK: columns of a step.
+        SWAPPED: whether the weights are the left operand.
+        FACTORS: whether the streams still are to be normed.
+    """
+    block, first = tl.program_id(0), tl.program_id(1) * EACH
+    line = tl.arange(0, ROWS)
+    # rows of `up`: 16 to a warp, all streams of some channels, so that their sum stays within it
+    index = tl.arange(0, R * EACH)
+    SOME: tl.constexpr = 16 // R
+    stream = index % 16 // SOME
+    column = stream * D + first + index // 16 * SOME + index % SOME
+    row = (block * ROWS + line).to(tl.int64)
+    live = (row < T)[:, None]
+    # under way before the products' first step
+    value = tl.load(streams + row[:, None] * (R * D) + column[None, :], live, 0.0)
+    factor, gain = 1.0, 0.0
+    if FACTORS:
+        factor = tl.load(factors + (stream * ROWS)[None, :] + line[:, None])
+        gain = tl.load(norm + column)
+    k = tl.arange(0, BLOCK)
+    w = up + column[:, None] * L + k[None, :]
+    z = low + block * (L * ROWS) + k[:, None] * ROWS + line[None, :]
+    if SWAPPED:
+        acc = tl.zeros((R * EACH, ROWS), tl.float32)
+        for i in tl.range(0, L, BLOCK):
+            acc = tl.dot(tl.load(w + i), tl.load(z + i * ROWS), acc)
+        gates = tl.sigmoid(acc).T
+    else:
+        acc = tl.zeros((ROWS, R * EACH), tl.float32)
+        for i in tl.range(0, L, BLOCK):
+            acc = tl.dot(tl.load(z + i * ROWS).T, tl.load(w + i).T, acc)
+        gates = tl.sigmoid(acc)
+    value = value.to(tl.float32)
+    if FACTORS:
+        value = value * factor * (1.0 + gain.to(tl.float32))[None, :]
+        value = value.to(tl.bfloat16).to(tl.float32)
+    gated = tl.reshape(gates * value, (ROWS, R * EACH // 16, R, SOME))
+    mean = tl.reshape(tl.sum(gated, axis=2) / R, (ROWS, EACH))
+    channel = first + tl.arange(0, EACH)
+    tl.store(x + row[:, None] * D + channel[None, :], mean.to(tl.bfloat16), live)
