@@ -16,6 +16,8 @@ FEW_TOKENS = 8
 SUM_TOKENS = 8
 # experts of a router: a warp holds a token's
 MOST_EXPERTS = 2048
+# programs along the second axis of a grid
+_MOST_GRID = 65535
 # steps of a row, which are unrolled
 _MOST_STEPS = 24
 
@@ -96,8 +98,8 @@ def _refuses_many(ids, stored, hidden, width):
     for name, size, step in (("hidden size", hidden, 128), ("width of the experts", width, least)):
         if size % step:
             return f"needs a {name} in multiples of {step} for many tokens, not {size}"
-    if ids.size * max(hidden, width) >= 1 << 31:
-        return "is for fewer tokens: its results before the sum have too many elements"
+    if ids.shape[0] > _MOST_GRID or ids.size * max(hidden, width) >= 1 << 31:
+        return "is for fewer tokens: their results before the sum have too many elements"
     if ids.shape[1] > 127:
         return "is for up to 127 choices of a token"
     return None
