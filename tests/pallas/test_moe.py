@@ -156,3 +156,31 @@ def test_nvfp4_products_are_exact_in_the_kernel():
         )
         np.testing.assert_array_equal(parts, got)
         np.testing.assert_array_equal(f64(got), hidden.astype(float) @ want.T)
+
+
+def test_nvfp4_products_of_many_tokens_are_exact_in_the_kernel():
+    """Likewise; a tile of 128 pairs reads every code of every scale group."""
+    from qwen4jax.pallas.moe.triton_many import ordered
+    from qwen4jax.pallas.moe.triton_many_products import down_many_kernel
+    from tests.pallas.triton_interpreter import interpret
+
+    pairs, rows, columns = 128, 128, 128
+    codes = np.tile(np.arange(16, dtype=np.uint8), 8)
+    packed = np.tile(codes[::2] | codes[1::2] << 4, (1, rows, 1))
+    scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
+    down = quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
+    tiles = quant.TiledNvfp4.of(down)
+    hidden = np.eye(pairs, dtype=ml_dtypes.bfloat16)
+    (parts,) = interpret(
+        down_many_kernel,
+        (1, 1),
+        [
+            np.asarray(ordered(jnp.asarray(hidden), "nvfp4")),
+            np.zeros(1, np.int32),
+            np.arange(pairs, dtype=np.int32),
+            *(np.asarray(tiles.weight), np.asarray(tiles.weight_scale), down.weight_scale_2),
+        ],
+        [jax.ShapeDtypeStruct((pairs, rows), jnp.float32)],
+        dict(D=rows, F=columns, C=128, L=64, FORM="nvfp4", ROWS=pairs, W=4, STAGES=1),
+    )
+    np.testing.assert_array_equal(f64(parts), hidden.astype(float) @ values(down)[0].T)

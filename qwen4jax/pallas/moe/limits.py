@@ -22,6 +22,8 @@ ROUTER_GROUPS = 4
 ROUTER_ROWS, ROUTER_CHUNK = 16, 32
 # steps of a warp at most, whose weights are all asked for at once
 _ROUTER_STEPS = 10
+# programs along the second axis of a grid
+_MOST_GRID = 65535
 # steps of a row, which are unrolled
 _MOST_STEPS = 24
 
@@ -127,8 +129,8 @@ def _refuses_many(ids, stored, hidden, width):
     for name, size, step in (("hidden size", hidden, 128), ("width of the experts", width, least)):
         if size % step:
             return f"needs a {name} in multiples of {step} for many tokens, not {size}"
-    if ids.size * max(hidden, width) >= 1 << 31:
-        return "is for fewer tokens: its results before the sum have too many elements"
+    if ids.shape[0] > _MOST_GRID or ids.size * max(hidden, width) >= 1 << 31:
+        return "is for fewer tokens: their results before the sum have too many elements"
     if ids.shape[1] > 127:
         return "is for up to 127 choices of a token"
     return None

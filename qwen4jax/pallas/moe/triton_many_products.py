@@ -11,9 +11,9 @@ weights are: nothing is waited for that was not asked for two steps ago.
 
 Floors at the released sizes (9.83 MFLOP a pair, 1.41 GB of NVFP4 experts, 780 TFLOP/s, 4.3 TB/s):
 512 and 2,048 tokens 0.33 ms (bytes), 8,192 1.03 ms (flops). A step of 128 columns of a tile of 64
-brings 16 KB of activations and 18 KB of weights into a multiprocessor, mostly from its L2 cache, and
-takes 1,024 cycles of its tensor cores; a wider tile has fewer bytes a product and decodes less
-often, a smaller one computes fewer columns for nobody.
+brings 16 KB of activations and 18 KB of weights into a multiprocessor, mostly from the L2 cache,
+and takes 1,024 cycles of its tensor cores. A wider tile has fewer bytes a product and decodes less
+often, a smaller one computes fewer columns for nobody: a wide tile with few pairs is cut.
 """
 
 import triton
@@ -30,6 +30,9 @@ from qwen4jax.pallas.moe.triton_stored import (
     next_matrix,
     weight_pointers,
 )
+
+# columns to which a tile is cut at the most
+LEAST = tl.constexpr(32)
 
 
 @triton.jit
@@ -168,15 +171,12 @@ def _columns_in_order(h, row, FORM: tl.constexpr, ROWS: tl.constexpr, W: tl.cons
 
 
 @triton.jit
-def _size(pairs, ROWS: tl.constexpr):
-    """Columns to compute for a tile: of a large one what has pairs, to a power of two from 32 on."""
+def _size(pairs, ROWS: tl.constexpr, SMALL: tl.constexpr):
+    """Columns to compute of a tile: as many as it has pairs, up to ROWS, ROWS/2 or SMALL."""
     size = ROWS
-    if ROWS >= 64:
-        if tl.load(pairs + ROWS // 2) < 0:
-            size = ROWS // 2
-            if ROWS >= 128:
-                if tl.load(pairs + ROWS // 4) < 0:
-                    size = ROWS // 4
+    if ROWS > SMALL:
+        small = tl.where(tl.load(pairs + SMALL) >= 0, ROWS // 2, SMALL)
+        size = tl.where(tl.load(pairs + ROWS // 2) >= 0, ROWS, small)
     return size
 
 
@@ -259,16 +259,16 @@ def gate_up_many_kernel(
     if expert >= 0:
         own = pairs + tile * ROWS
         stored = (weight, scale, scale_2)
-        size = _size(own, ROWS)
-        HALF: tl.constexpr = ROWS // 2
+        SMALL: tl.constexpr = max(ROWS // 4, LEAST)
+        size = _size(own, ROWS, SMALL)
         if size == ROWS:
             _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, ROWS, W, STAGES)
-        elif ROWS < 128:
-            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF, W, STAGES)
-        elif size == HALF:
-            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF, W, STAGES)
-        else:
-            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, HALF // 2, W, STAGES)
+        elif size == SMALL:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, SMALL, W, STAGES)
+        elif ROWS // 2 > SMALL:
+            _gate_up(x, own, stored, hidden, expert, row, K, D, F, C, L, FORM, ROWS // 2, W, STAGES)
+
+
 @triton.jit
 def _down(
     hidden,
@@ -347,13 +347,11 @@ def down_many_kernel(
     if expert >= 0:
         own = pairs + tile * ROWS
         stored = (weight, scale, scale_2)
-        size = _size(own, ROWS)
-        HALF: tl.constexpr = ROWS // 2
+        SMALL: tl.constexpr = max(ROWS // 4, LEAST)
+        size = _size(own, ROWS, SMALL)
         if size == ROWS:
             _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, ROWS, W, STAGES)
-        elif ROWS < 128:
-            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF, W, STAGES)
-        elif size == HALF:
-            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF, W, STAGES)
-        else:
-            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, HALF // 2, W, STAGES)
+        elif size == SMALL:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, SMALL, W, STAGES)
+        elif ROWS // 2 > SMALL:
+            _down(hidden, own, stored, parts, expert, row, D, F, C, L, FORM, ROWS // 2, W, STAGES)
