@@ -91,6 +91,7 @@ CASES = (
     _boundary("bfloat16_two_streams", (2, 9), BF16, streams=2, hidden=512, rank=32),
     _boundary("bfloat16_odd_widths", (12, 1), BF16, hidden=320, rank=80),
     _boundary("bfloat16_ragged", (1, 37), BF16, hidden=128, rank=32),
+    _boundary("bfloat16_two_blocks", (131, 1), BF16, hidden=64, rank=16),
     *(
         _boundary(f"released_{n}", (n, 1), BF16, hidden=2560, rank=320, device_only=True)
         for n in (1, 4, 16, 32, 128, 2048)

@@ -45,6 +45,8 @@ class Cut:
         warps: of a `down` program; chunks of 32 columns go round.
         channels: of an `up` program, of every stream.
         split: warps of an `up` program that share a tile of 16 rows, and split its columns.
+        asks: whether `down` has the cache get the weights of `up`.
+        loop: buffers of the looping `up`'s steps; 0 for the one without a loop.
     """
 
     slices: int
@@ -184,6 +186,7 @@ def down_kernel(
         norm: gain minus one [R D].
         down: low-rank projection [L, R D].
         inject: projection to the injection weights [R, R D].
+        up: what the next launch reads [R D, L].
         new: streams with `y` in them [T, R D].
         parts: sums without the norm's factors [R SLICES, T, L + 16].
         squares: sums of the streams' squares [R SLICES, T].
@@ -195,6 +198,7 @@ def down_kernel(
         PENDING: whether there is `y`.
         TILES: L / 16, and one for the injection weights.
         W: warps.
+        PROGRAMS: that ask for `up`, or 0.
     """
     part, tile = tl.program_id(0), tl.program_id(1)
     stream = part // SLICES
