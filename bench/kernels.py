@@ -67,9 +67,13 @@ class Row:
 
 
 def look(operation: Operation, case: Case) -> Facts:
-    """Draws a case's inputs, keeps the small ones for as long as bytes are counted."""
+    """Draws a case's inputs, keeps what tells which bytes are read for as long as they are counted.
+
+    Those are small arrays and indices.
+    """
     arrays, static = split(draw(case))
-    values = jax.tree.map(lambda x: x if x.nbytes < 1 << 22 else timing.abstract(x), arrays)
+    kept = lambda x: x.nbytes < 1 << 22 or x.dtype == jnp.int32  # noqa: E731
+    values = jax.tree.map(lambda x: x if kept(x) else timing.abstract(x), arrays)
     arrays = timing.abstract(arrays)
     out = jax.eval_shape(_call(operation, static, "reference"), arrays)
     return Facts(arrays, static, out, operation.nbytes(values | static, out))
