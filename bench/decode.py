@@ -7,7 +7,8 @@ Method: weights are random in the stored forms, keys and states are random; each
 number of drafts drawn per slot and round so that the mean is `--acceptance` (the bonus token
 counts), so its work is that of a real round. Rounds are queued one behind the other as a server
 would; `round_ms` is the median over groups of rounds of wall time over rounds. Parts come from a
-profile of single rounds: kernel durations by `jax.named_scope`, without a command buffer.
+profile of single rounds: kernel durations by `jax.named_scope`, without a command buffer. A run
+with `profile=0` has no parts, and the expected number of distinct experts in its floor.
 One JSON line per run goes to `bench/results/<device>/decode.jsonl`. Several runs share the weights
 and compile side by side; `bytes_peak` is the process's peak up to then, so name the small ones
 first.
@@ -152,7 +153,9 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     batch, drafts = args.batch, args.draft
     params = params.replace(config=config)
     state = filled_state(config, run.shapes, args.context)
-    distinct = distinct_experts(params, state, drafts)
+    choices = batch * (drafts + 1) * config.num_experts_per_tok
+    expected = expected_distinct(choices, config.num_experts)
+    distinct = distinct_experts(params, state, drafts) if args.profile else None
     carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0), empty(batch, drafts))
     del state
     call = lambda c: compiled(params, *c)  # noqa: E731
@@ -167,7 +170,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     given = [n for g in groups for n in g.tokens]
     round_ms = statistics.median(walls) * 1e3
     parts, kernels, longest = {}, None, {}
-    if not args.no_profile:
+    if args.profile:
         events = device_kernels(lambda c: call(c)[0], carry, rounds=3)
         parts, kernels = time_by_part(events, compiled.as_text() or "", rounds=3)
         longest = time_by_kernel(events, rounds=3)
@@ -177,12 +180,12 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         context=args.context,
         drafts=drafts,
         kv_bytes=1 if args.kv == "e4m3" else 2,
-        distinct=statistics.mean(distinct),
+        distinct=statistics.mean(distinct) if distinct else expected,
     )
     floor_ms = sum(p.floor_ms for p in floor)
     tokens = statistics.mean(given)
-    choices = batch * (drafts + 1) * config.num_experts_per_tok
-    phase = {p: sum(ms for (_, ph), ms in parts.items() if ph == p) for p in PHASES}
+    spent = lambda phase: round(sum(ms for (_, ph), ms in parts.items() if ph == phase), 3)  # noqa: E731
+    phase = {f"{p}_ms": spent(p) if parts else None for p in ("verify", "draft", "commit")}
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "config": f"{args.config} layers={config.num_hidden_layers} experts={args.experts}"
@@ -198,9 +201,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         "round_ms": round(round_ms, 3),
         "round_ms_spread": [round(min(walls) * 1e3, 3), round(max(walls) * 1e3, 3)],
         "rounds": len(hosts),
-        "verify_ms": round(phase["verify"], 3),
-        "draft_ms": round(phase["draft"], 3),
-        "commit_ms": round(phase["commit"], 3),
+        **phase,
         "host_ms": round(statistics.median(hosts) * 1e3, 3),
         "tokens_per_s_per_user": round(tokens / round_ms * 1e3, 1),
         "tokens_per_s": round(batch * tokens / round_ms * 1e3, 1),
@@ -208,8 +209,9 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         "floor_fraction": round(floor_ms / round_ms, 3),
         "kernels": kernels,
         "graph_segments": graph_segments(run.name),
-        "distinct_experts": [round(statistics.mean(distinct), 1), min(distinct), max(distinct)],
-        "expected_distinct": round(expected_distinct(choices, config.num_experts), 1),
+        "distinct_experts": distinct
+        and [round(statistics.mean(distinct), 1), min(distinct), max(distinct)],
+        "expected_distinct": round(expected, 1),
         "compile_s": round(compile_s, 1),
         "bytes_weights": run.plan.weights,
         "bytes_table": run.plan.table,
@@ -246,7 +248,6 @@ def queue_rounds(run, carry, rounds: int) -> tuple[tuple, Group]:
 
 # so few that the runtime, which holds 32 programs in flight, never makes the host wait
 GROUP = 12
-PHASES = ("verify", "commit", "draft")
 
 
 def distinct_experts(params, state, drafts: int) -> list[int]:
@@ -311,7 +312,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--index-share", choices=("fresh", "share", "share_frozen"), default="share"
     )
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="0: no parts, and the floor is of the expected number of experts",
+    )
     parser.add_argument("--out", help="folder of decode.jsonl; by default bench/results/<device>")
     parser.add_argument(
         "--run",
@@ -330,7 +337,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-VARIED = ("batch", "context", "draft", "acceptance", "kv", "index_share", "rounds")
+VARIED = ("batch", "context", "draft", "acceptance", "kv", "index_share", "rounds", "profile")
 
 
 def scenarios(args: argparse.Namespace) -> list[argparse.Namespace]:

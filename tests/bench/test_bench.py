@@ -50,7 +50,7 @@ def test_byte_budget_is_that_of_the_design():
 
 def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     run(
-        *"bench.decode --config tiny --batch 2 --context 100 --rounds 20 --no-profile".split(),
+        *"bench.decode --config tiny --batch 2 --context 100 --rounds 20 --profile 0".split(),
         "--out",
         str(tmp_path),
     )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from qwen4jax import quant
 from qwen4jax.pallas.moe import EXPERTS, ROUTE, ROUTER, experts, route, router
@@ -76,6 +77,37 @@ def test_a_router_keeps_a_rows_nan_to_that_row():
     np.testing.assert_array_equal(np.asarray(got.ids)[8], np.arange(inputs["k"]))
     assert np.isnan(np.asarray(got.weights)[8]).all()
     assert not np.asarray(counter).any()
+
+
+# NumPy's, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000])
+def test_ids_of_a_row_of_nan_index_an_expert(implementation: str, bits: int):
+    logits = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    logits[1] = np.array(bits, np.uint32).view(np.float32)
+    ids, weights = call(
+        route, dict(logits=jnp.asarray(logits), k=4, renormalize=True), implementation
+    )
+    assert (np.asarray(ids) < 5).all()
+    assert np.isnan(np.asarray(weights)[1]).all()
+    assert np.isfinite(np.asarray(weights)[[0, 2]]).all()
+
+
+def test_the_decoder_of_many_tokens_takes_each_element_for_itself():
+    """Which four come together is the compiler's choice."""
+    from qwen4jax.pallas.moe.triton_many_products import DECODE
+    from tests.pallas import ptx
+
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, 512).astype(np.uint8)
+    scales = (2.0**119 * rng.uniform(0.1, 4, 512)).astype(ml_dtypes.bfloat16)
+    kinds = [np.dtype(ml_dtypes.bfloat16)] * 2
+    decode = lambda w, s: ptx.elementwise(DECODE.value, [w, s], kinds, 4)  # noqa: E731
+    order = rng.permutation(512)
+    shuffled = decode(codes[order], scales[order])
+    for one, other in zip(decode(codes, scales), shuffled, strict=True):
+        np.testing.assert_array_equal(one[order], other)
 
 
 @over_cases(CASES, "experts", EXPERTS)

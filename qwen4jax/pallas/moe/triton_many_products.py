@@ -21,7 +21,6 @@ import triton.language as tl
 
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
-    DECODE,
     FP8,
     NVFP4,
     PRODUCT_UP,
@@ -33,6 +32,35 @@ from qwen4jax.pallas.moe.triton_stored import (
 
 # columns to which a tile is cut at the most
 LEAST = tl.constexpr(32)
+
+# As `triton_stored`'s decoder, but each byte's codes leave in the byte's own place. Which four
+# elements of an array come together is the compiler's choice: here it hands over two columns of two
+# rows, the order of the product's operand.
+DECODE = tl.constexpr("""{
+.reg .b32 a, b, w;
+prmt.b32 w, $4, 0, 0x4140;
+shl.b32 a, w, 12;
+and.b32 a, a, 0x80008000;
+shl.b32 b, w, 6;
+lop3.b32 b, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 $0, b, $5;
+shl.b32 a, w, 8;
+and.b32 a, a, 0x80008000;
+shl.b32 b, w, 2;
+lop3.b32 b, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 $2, b, $5;
+prmt.b32 w, $4, 0, 0x4342;
+shl.b32 a, w, 12;
+and.b32 a, a, 0x80008000;
+shl.b32 b, w, 6;
+lop3.b32 b, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 $1, b, $6;
+shl.b32 a, w, 8;
+and.b32 a, a, 0x80008000;
+shl.b32 b, w, 2;
+lop3.b32 b, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 $3, b, $6;
+}""")
 
 
 @triton.jit
@@ -161,8 +189,8 @@ def _columns_in_order(h, row, FORM: tl.constexpr, ROWS: tl.constexpr, W: tl.cons
     c = tl.arange(0, 16 * W)
     at = row + c
     if FORM == NVFP4:
-        # (t, i, p, h, odd) of a chunk of 128, or of a half of one, as (odd, i, h, t, p)
-        h = tl.permute(tl.reshape(h, (ROWS, W // 2, 4, 2, 2, 2)), (0, 5, 2, 4, 1, 3))
+        # (t, i, h, p, odd) of a chunk of 128, or of a half of one, as (odd, i, h, t, p)
+        h = tl.permute(tl.reshape(h, (ROWS, W // 2, 4, 2, 2, 2)), (0, 5, 2, 3, 1, 4))
         at = row // 128 * 128 + row % 128 // 16 + c // W * 8 + c % W
     if FORM == FP8:
         # (t, i, h, p) of chunks of 64 as (i, h, t, p)

@@ -24,7 +24,7 @@ PRODUCT_UP = tl.constexpr(2.0**7)
 
 # 4 bytes hold 8 codes; the codes at the same place of the two halves make one pair. Pairs leave as
 # bytes 0, 2, 1, 3.
-DECODE = tl.constexpr("""{
+_DECODE = tl.constexpr("""{
 .reg .b32 a, b;
 shl.b32 a, $4, 12;
 and.b32 a, a, 0x80008000;
@@ -253,7 +253,7 @@ def _nvfp4_product(w, s, x, acc, W: tl.constexpr):
     s = tl.permute(tl.reshape(s, (W, 8, 4, 2, 2)), (4, 0, 1, 2, 3))
     s = tl.broadcast_to(tl.reshape(s, (2, W, 8, 4, 2, 1)), (2, W, 8, 4, 2, 8))
     e, o = tl.inline_asm_elementwise(
-        DECODE,
+        _DECODE,
         "=r,=r,=r,=r,r,r,r",
         [w, s],
         dtype=(tl.bfloat16, tl.bfloat16),
