@@ -90,8 +90,11 @@ def _prepare_and_store(inputs: dict[str, Any], out: Any) -> float:
     span, results = inputs["span"], out[1]
     there = _tokens(span) / math.prod(span.index.shape)
     tables = size([inputs["gains"], span.cos, span.sin])
-    queries = size([inputs["query_gate"], inputs["index_qk"][:, :, :-1], results])
-    pooled = inputs | dict(raw_key=inputs["index_qk"][:, :, -1])
+    # shapes will do: of a long chunk the arrays are not kept
+    cut = lambda x: (x[:, :, :-1], x[:, :, -1])  # noqa: E731
+    index_query, raw_key = jax.eval_shape(cut, inputs["index_qk"])
+    queries = size([inputs["query_gate"], index_query, results])
+    pooled = inputs | dict(raw_key=raw_key)
     return there * queries + tables + _store(inputs, None) + _compress(pooled, None)
 
 

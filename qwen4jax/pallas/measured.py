@@ -6,11 +6,10 @@ the reference after them. Every entry follows from lines of `bench/results/<devi
 
 Rows = tuple[tuple[int, tuple[str, ...]], ...]
 
-# one query row for each of up to 32 requests, and up to four; above them cuBLAS and XLA
-_DECODE, _VERIFY = 32, 128
-# as many as an implementation takes
-_ANY = 1 << 30
-_TRITON: Rows = ((_VERIFY, ("triton",)),)
+# one query row for each of up to 32 requests, and up to four; above them are chunks of prompts
+_DECODE, _VERIFY, _ANY = 32, 128, 1 << 30
+_TRITON: Rows = ((_ANY, ("triton",)),)
+# for more rows cuBLAS and XLA
 _FEW_TRITON: Rows = ((_DECODE, ("triton",)),)
 
 # pattern of the device kind -> operation -> rows
@@ -21,6 +20,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
         "gated_residual.boundary": ((8, ("triton_few", "triton")), (_ANY, ("triton",))),
+        "moe.router": ((_DECODE, ("triton", "separate")), (_ANY, ("separate",))),
         "moe.route": _TRITON,
         "moe.experts": _TRITON,
         "index_score": _TRITON,
@@ -31,5 +31,6 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "ple.mix": _FEW_TRITON,
         "gated_delta.step": ((_DECODE, ("triton",)), (_VERIFY, ("triton_16_warps", "triton"))),
         "gated_delta.commit": _FEW_TRITON,
+        "gated_delta.chunks": _TRITON,
     }
 }

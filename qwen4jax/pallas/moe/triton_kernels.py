@@ -14,9 +14,10 @@ from qwen4jax.pallas.moe.triton_router import router_kernel
 from qwen4jax.pallas.moe.triton_sum import combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
-# steps whose weights are asked for ahead of use
-GATE_UP_AHEAD = 1
-DOWN_AHEAD = 2
+# steps of gate/up and of down whose weights are asked for ahead of use: with few tokens, and with
+# tiles from a list, which keep the GPU's memory busy for longer than it takes to fill registers
+AHEAD_FEW = 1, 2
+AHEAD_LISTED = 2, 3
 # columns of a program that adds up the choices
 COMBINE = 512
 
@@ -99,6 +100,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         return triton_many.experts(x, ids, weights, gate_up, down, shared, out_dtype=out_dtype)
     form = limits.form(gate_up) or ""
     columns, elements = limits.CHUNKS[form]
+    gate_up_ahead, down_ahead = AHEAD_FEW if tokens <= limits.FEW_TOKENS else AHEAD_LISTED
     listed, summed = tokens > limits.FEW_TOKENS, tokens <= limits.SUM_TOKENS
     groups = -(-tokens // 8) if shared is not None else 0
     # what is never read has to be something, too
@@ -134,7 +136,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         grid=(width // 16, places),
         num_warps=warps,
         W=warps,
-        AHEAD=min(GATE_UP_AHEAD, hidden // (columns * warps)),
+        AHEAD=min(gate_up_ahead, hidden // (columns * warps)),
         COUNTERS=counters,
         **common,
     )
@@ -155,7 +157,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         num_warps=warps,
         aliases={9: 0},
         W=warps,
-        AHEAD=min(DOWN_AHEAD, width // columns),
+        AHEAD=min(down_ahead, width // columns),
         TP=_power_of_2(tokens),
         SUM=summed,
         PLACES=places,
