@@ -19,7 +19,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "skinny_matmul.projections": _FEW_TRITON,
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
-        "gated_residual.boundary": ((8, ("triton_few", "triton")), (_DECODE, ("triton",))),
+        "gated_residual.boundary": ((8, ("triton_few", "triton")), (_ANY, ("triton",))),
         "moe.router": ((_DECODE, ("triton", "separate")), (_ANY, ("separate",))),
         "moe.route": _TRITON,
         "moe.experts": _TRITON,

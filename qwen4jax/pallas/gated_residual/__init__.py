@@ -8,20 +8,33 @@ from jaxtyping import Array, Float
 from qwen4jax.pallas.gated_residual import reference
 from qwen4jax.pallas.registry import Kernel, Operation
 
-# above these the products are large enough for cuBLAS
-MOST_ROWS = 128
-# rows times columns of the streams are counted in 32 bits
-_MOST_MANY = 65536
+# sums by slice are found by 32 bits
+MOST_ROWS = 65536
 
 
-def _refuses(streams: Any, pending: Any, norm: Any, down: Any, *_: Any, **__: Any) -> str | None:
+def _refuses(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
+) -> str | None:
     batch, time, count, hidden = streams.shape
-    if streams.dtype != jnp.bfloat16 or down.dtype != jnp.bfloat16:
+    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
+    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
         return "takes bfloat16 streams and weights"
     if not 1 <= batch * time <= MOST_ROWS:
         return f"takes 1 to {MOST_ROWS} rows, not {batch * time}"
     if count not in (2, 4, 8, 16) or hidden % 64 or down.shape[0] % 16:
         return "takes 2, 4, 8 or 16 streams, widths in multiples of 64 and ranks of 16"
+    return None
+
+
+def _refuses_few(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
+) -> str | None:
+    if reason := _refuses(streams, pending, norm, down, up, inject):
+        return reason
+    if streams.shape[0] * streams.shape[1] > 8:
+        return "takes up to 8 rows: the narrow side of one tensor-core product"
+    if down.shape[0] % 32:
+        return "takes ranks in multiples of 32"
     return None
 
 
@@ -39,32 +52,6 @@ def _refuses_mosaic(
     return None
 
 
-def _refuses_few(
-    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
-) -> str | None:
-    if reason := _refuses(streams, pending, norm, down):
-        return reason
-    if streams.shape[0] * streams.shape[1] > 8:
-        return "takes up to 8 rows: the narrow side of one tensor-core product"
-    if down.shape[0] % 32:
-        return "takes ranks in multiples of 32"
-    return None
-
-
-def _refuses_many(
-    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
-) -> str | None:
-    batch, time, count, hidden = streams.shape
-    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
-    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
-        return "takes bfloat16 streams and weights"
-    if not 1 <= batch * time <= _MOST_MANY:
-        return f"takes 1 to {_MOST_MANY} rows, not {batch * time}"
-    if count not in (2, 4, 8, 16) or hidden % 64 or down.shape[0] % 16:
-        return "takes 2, 4, 8 or 16 streams, widths in multiples of 64 and ranks of 16"
-    return None
-
-
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
 _HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
 
@@ -73,7 +60,7 @@ BOUNDARY = Operation(
     {
         "reference": reference.boundary,
         "triton": Kernel(
-            "qwen4jax.pallas.gated_residual.triton_kernels.boundary",
+            "qwen4jax.pallas.gated_residual.triton_launches.boundary",
             needs=("triton",),
             refuses=_refuses,
         ),
@@ -81,11 +68,6 @@ BOUNDARY = Operation(
             "qwen4jax.pallas.gated_residual.triton_few.boundary",
             needs=("triton",),
             refuses=_refuses_few,
-        ),
-        "triton_many": Kernel(
-            "qwen4jax.pallas.gated_residual.triton_many.boundary",
-            needs=("triton",),
-            refuses=_refuses_many,
         ),
         "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
     },

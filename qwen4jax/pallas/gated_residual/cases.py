@@ -90,6 +90,7 @@ CASES = (
     _boundary("bfloat16_wide_final_mixer", (1, 7), BF16, hidden=128, rank=48, inject=False),
     _boundary("bfloat16_two_streams", (2, 9), BF16, streams=2, hidden=512, rank=32),
     _boundary("bfloat16_odd_widths", (12, 1), BF16, hidden=320, rank=80),
+    _boundary("bfloat16_30_alone", (3, 10), BF16, hidden=64, rank=32, pending=False, inject=False),
     _boundary("bfloat16_ragged", (1, 37), BF16, hidden=128, rank=32),
     _boundary("bfloat16_two_blocks", (131, 1), BF16, hidden=64, rank=16),
     *(

@@ -5,75 +5,56 @@
 Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s, and for each launch about 1.2 us
 of start and one latency. So every load of a program is under way before the first is waited for:
 no loop carries loads, and weights go straight from memory to the tensor cores' registers
-(`moe/triton_stored.py` says how), without shared memory.
+(`moe/triton_stored.py` says how), without shared memory. And `down` has the cache get the weights
+of `up`, so that memory does not rest between the launches: in a round of 4 rows that is 0.5 us of
+`down` against 1.1 us of `up` (together 13.2 us; the three launches of `triton_launches.py` 13.6).
 
-`down` multiplies 16 outputs by a slice of a stream. It adds the pending output to the streams,
-rounds them, and multiplies without the norm's factor, which is one number for each row and stream,
-and so applies to sums. The last tile of outputs has the fewest weights (the injection weights'
-few): it stores the streams and the sums of their squares. `up` owns some channels of all streams,
-in such an order that the mean over the streams stays within a warp. It adds the slices up itself:
+`down` multiplies 16 outputs by a stream. It adds the pending output to the streams, rounds them,
+and multiplies without the norm's factor, which is one number for each row and stream, and so
+applies to sums. The last tile of outputs has the fewest weights (the injection weights' few): it
+stores the streams and the sums of their squares. `up` owns some channels of all streams, in such an
+order that the mean over the streams stays within a warp. It adds up the sums of all streams itself:
 a program that did that for all would cost another latency.
 
-Order of sums: chunks of a warp, warps, slices, streams. No atomics.
+Order of sums: chunks of a warp, warps, streams. No atomics.
 """
-
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_residual.triton_few_up import up_kernel as loop_up
-from qwen4jax.pallas.gated_residual.triton_many_kernels import ask
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
 from qwen4jax.pallas.triton_call import triton_call
 
-# tokens of a tensor-core product
-ROWS = 8
 # columns of the sums beside the low-rank ones: room for the injection weights' logits
 EXTRA = 16
+# of an `up` program, of every stream
+CHANNELS = 16
+# by one thread: whoever else reads the bytes soon finds them in the cache
+_ASK = tl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.b32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, $2;
+}""")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """How the work is cut.
-
-    Attributes:
-        slices: of each stream, a program each.
-        warps: of a `down` program; chunks of 32 columns go round.
-        channels: of an `up` program, of every stream.
-        split: warps of an `up` program that share a tile of 16 rows, and split its columns.
-        asks: whether `down` has the cache get the weights of `up`.
-        loop: buffers of the looping `up`'s steps; 0 for the one without a loop.
-    """
-
-    slices: int
-    warps: int
-    channels: int
-    split: int
-    asks: bool = False
-    loop: int = 0
-
-
-def cut(hidden: int, rank: int) -> Cut:
-    """How sizes that are not refused are cut."""
-    warps = 16
-    while hidden % (32 * warps):
-        warps //= 2
-    return Cut(1, warps, 16, 2 if rank % 64 == 0 else 1)
-
-
-def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
+def boundary(streams, pending, norm, down, up, inject, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
-    how = how or cut(hidden, rank)
     flat = streams.reshape(rows, count * hidden)
+    # what a kernel has no use for is another array's pointer
     weights, y = (norm, flat) if pending is None else pending
-    slices = count * how.slices
-    sizes = dict(T=rows, R=count, D=hidden, L=rank, SLICES=how.slices)
+    sizes = dict(T=rows, R=count, D=hidden, L=rank)
+    # chunks of 32 columns go round the warps of a `down` program
+    warps = 16
+    while hidden % (32 * warps):
+        warps //= 2
+    tiles = rank // 16 + (inject is not None)
     shape = jax.ShapeDtypeStruct
     new, parts, squares = triton_call(
         flat,
@@ -87,43 +68,19 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         name=f"gated_residual_down_{rows}x{count}x{hidden}",
         out=(
             shape(flat.shape if pending is not None else (1, 1), flat.dtype),
-            shape((slices, rows, rank + EXTRA), jnp.float32),
-            shape((slices, rows), jnp.float32),
+            shape((count, rows, rank + EXTRA), jnp.float32),
+            shape((count, rows), jnp.float32),
         ),
-        grid=(slices, rank // 16 + (inject is not None)),
-        num_warps=how.warps,
+        grid=(count, tiles),
+        num_warps=warps,
         PENDING=pending is not None,
-        TILES=rank // 16 + (inject is not None),
-        W=how.warps,
-        PROGRAMS=slices * (rank // 16 + (inject is not None)) * how.asks,
+        TILES=tiles,
+        W=warps,
         **sizes,
     )
     new = flat if pending is None else new
-    if how.loop:
-        x, wanted = triton_call(
-            new,
-            norm,
-            up,
-            parts,
-            squares,
-            kernel=loop_up,
-            name=f"gated_residual_up_{rows}x{count}x{hidden}",
-            out=(shape((rows, hidden), flat.dtype), shape((rows, count), jnp.float32)),
-            grid=(hidden // (64 // count),),
-            num_warps=4,
-            num_stages=how.loop,
-            INJECT=inject is not None,
-            EPS=eps,
-            ROWS=16,
-            EACH=64 // count,
-            BLOCK=min(64, rank & -rank),
-            **sizes,
-        )
-        return (
-            streams if pending is None else new.reshape(streams.shape),
-            x.reshape(batch, time, hidden),
-            None if inject is None else wanted.reshape(batch, time, count),
-        )
+    # warps of an `up` program that share a tile of 16 rows, and split its columns
+    split = 2 if rank % 64 == 0 else 1
     x, wanted = triton_call(
         new,
         norm,
@@ -133,18 +90,28 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         kernel=up_kernel,
         name=f"gated_residual_up_{rows}x{count}x{hidden}",
         out=(shape((rows, hidden), flat.dtype), shape((rows, count), jnp.float32)),
-        grid=(hidden // how.channels,),
-        num_warps=how.channels * count // 16 * how.split,
+        grid=(hidden // CHANNELS,),
+        num_warps=CHANNELS * count // 16 * split,
         INJECT=inject is not None,
         EPS=eps,
-        TILES=how.channels * count // 16,
-        SPLIT=how.split,
+        TILES=CHANNELS * count // 16,
+        SPLIT=split,
         **sizes,
     )
     return (
         streams if pending is None else new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
         None if inject is None else wanted.reshape(batch, time, count),
+    )
+
+
+@triton.jit
+def _ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
+    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
+    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -171,13 +138,11 @@ def down_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    SLICES: tl.constexpr,
     PENDING: tl.constexpr,
     TILES: tl.constexpr,
     W: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
-    """Sums of 16 outputs over a slice of a stream: grid (R SLICES, TILES).
+    """Sums of 16 outputs over a stream: grid (R, TILES).
 
     Args:
         streams: [T, R D].
@@ -188,23 +153,19 @@ def down_kernel(
         inject: projection to the injection weights [R, R D].
         up: what the next launch reads [R D, L].
         new: streams with `y` in them [T, R D].
-        parts: sums without the norm's factors [R SLICES, T, L + 16].
-        squares: sums of the streams' squares [R SLICES, T].
+        parts: sums without the norm's factors [R, T, L + 16].
+        squares: sums of the streams' squares [R, T].
         T: rows, up to 8.
         R: streams.
         D: channels of a stream.
         L: rank.
-        SLICES: of a stream.
         PENDING: whether there is `y`.
         TILES: L / 16, and one for the injection weights.
         W: warps.
-        PROGRAMS: that ask for `up`, or 0.
     """
-    part, tile = tl.program_id(0), tl.program_id(1)
-    stream = part // SLICES
-    STEPS: tl.constexpr = D // SLICES // (32 * W)
-    start = part % SLICES * (D // SLICES)
-    columns = stream * D + start
+    stream, tile = tl.program_id(0), tl.program_id(1)
+    STEPS: tl.constexpr = D // (32 * W)
+    columns = stream * D
     warp, row = _lines(W)
     if tile < L // 16:
         matrix = down + tile * (16 * R * D)
@@ -219,7 +180,7 @@ def down_kernel(
     channel = line // 8 * 32
     live = (token < T)[:, None]
     s = streams + columns + (token * (R * D) + channel)[:, None] + chunk[None, :]
-    added = y + start + (token * D + channel)[:, None] + chunk[None, :]
+    added = y + (token * D + channel)[:, None] + chunk[None, :]
     gains = norm + columns + channel[:, None] + chunk[None, :]
     scale = 0.0
     if PENDING:
@@ -245,62 +206,37 @@ def down_kernel(
         square += value * value
         normed = (value * (1.0 + gain[i].to(tl.float32))).to(tl.bfloat16)
         acc = product(tiles[i], 1.0, (arranged(normed, W),), acc, BF16, W)
-    if PROGRAMS:
-        ask(up, tile * tl.num_programs(0) + part, PROGRAMS, L * R * D)
+    _ask(up, tile * R + stream, R * TILES, L * R * D)
     total = tl.sum(acc, axis=0)
     outputs = tile * 16 + tl.arange(0, 16)
     rows = tl.arange(0, 8)
     tl.store(
-        parts + (part * T + rows)[None, :] * (L + 16) + outputs[:, None],
+        parts + (stream * T + rows)[None, :] * (L + 16) + outputs[:, None],
         total,
         (rows < T)[None, :] & (outputs < L + R)[:, None],
     )
     if tile == TILES - 1:
         each = tl.sum(tl.reshape(tl.sum(square, axis=1), (W, 8)), axis=0)
-        tl.store(squares + part * T + rows, each, rows < T)
+        tl.store(squares + stream * T + rows, each, rows < T)
 
 
 @triton.jit
-def _factor(
-    squares,
-    stream,
-    row,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    SLICES: tl.constexpr,
-    EPS: tl.constexpr,
-):
+def _factor(squares, stream, row, T: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr):
     """The norm's factors, in the shape of `stream` and `row` together; some number past T."""
-    square = tl.load(squares + stream * (SLICES * T) + row, row < T, 0.0)
-    for i in tl.static_range(1, SLICES):
-        square += tl.load(squares + (stream * SLICES + i) * T + row, row < T, 0.0)
+    square = tl.load(squares + stream * T + row, row < T, 0.0)
     return tl.rsqrt(square / D + EPS)
 
 
 @triton.jit
-def _load_parts(
-    parts, row, column, T: tl.constexpr, L: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
-):
-    """Sums of all slices: a tuple of [rows, columns]."""
-    loaded = ()
-    for i in tl.static_range(FIRST, FIRST + COUNT):
-        place = parts + (i * T + row)[:, None] * (L + 16) + column[None, :]
-        loaded = loaded + (tl.load(place, (row < T)[:, None], 0.0),)  # noqa: RUF005
-    return loaded
-
-
-@triton.jit
-def _normed(loaded, factors, FIRST: tl.constexpr, R: tl.constexpr, SLICES: tl.constexpr):
+def _normed(loaded, factors, FIRST: tl.constexpr, R: tl.constexpr):
     """Products with the normed streams over their number, even streams before odd ones."""
     even, odd = tl.zeros_like(loaded[FIRST]), tl.zeros_like(loaded[FIRST])
     for stream in tl.static_range(R):
-        own = loaded[FIRST + stream * SLICES]
-        for i in tl.static_range(1, SLICES):
-            own += loaded[FIRST + stream * SLICES + i]
+        own = loaded[FIRST + stream] * factors[stream]
         if stream % 2:
-            odd += own * factors[stream]
+            odd += own
         else:
-            even += own * factors[stream]
+            even += own
     # a reduction: the compiler would move later changes of layout up to each of the loads
     return tl.sum(tl.join(even, odd), axis=2) / R
 
@@ -318,7 +254,6 @@ def up_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    SLICES: tl.constexpr,
     INJECT: tl.constexpr,
     EPS: tl.constexpr,
     TILES: tl.constexpr,
@@ -338,7 +273,6 @@ def up_kernel(
         R: streams.
         D: channels of a stream.
         L: rank.
-        SLICES: of a stream.
         INJECT: whether to make them.
         EPS: of the norm.
         TILES: of 16 rows of `up`, R streams of 16 / R channels.
@@ -364,7 +298,7 @@ def up_kernel(
     line = tl.arange(0, 8 * SPLIT)
     loaded = ()
     for i in tl.static_range(STEPS):
-        for part in tl.static_range(R * SLICES):
+        for part in tl.static_range(R):
             place = line % 8 * (L + 16) + line // 8 * (STEPS * 32) + i * 32
             sums = parts + part * (T * (L + 16)) + place[:, None] + chunk[None, :]
             loaded = loaded + (tl.load(sums, (line % 8 < T)[:, None], 0.0),)  # noqa: RUF005
@@ -372,13 +306,11 @@ def up_kernel(
     tl.debug_barrier()
     factors = ()
     for stream in tl.static_range(R):
-        factors = factors + (  # noqa: RUF005
-            _factor(squares, stream, line % 8, T, D, SLICES, EPS)[:, None],
-        )
-    factor = _factor(squares, index // EACH, token, T, D, SLICES, EPS)
+        factors = factors + (_factor(squares, stream, line % 8, T, D, EPS)[:, None],)  # noqa: RUF005
+    factor = _factor(squares, index // EACH, token, T, D, EPS)
     acc = tl.zeros((W, 16, 8), tl.float32)
     for i in tl.static_range(STEPS):
-        low = _normed(loaded, factors, i * R * SLICES, R, SLICES)
+        low = _normed(loaded, factors, i * R, R)
         low = (low * tl.sigmoid(low)).to(tl.bfloat16)
         low = tl.broadcast_to(tl.reshape(low, (1, 8 * SPLIT, 32)), (TILES, 8 * SPLIT, 32))
         low = arranged(tl.reshape(low, (8 * W, 32)), W)
@@ -390,7 +322,7 @@ def up_kernel(
     tl.store(x + token * D + own, mean.to(x.dtype.element_ty), token < T)
     if INJECT:  # noqa: SIM102
         if tl.program_id(0) == 0:
-            _store_wanted(parts, squares, wanted, T, R, D, L, SLICES, EPS)
+            _store_wanted(parts, squares, wanted, T, R, D, L, EPS)
 
 
 @triton.jit
@@ -402,15 +334,16 @@ def _store_wanted(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    SLICES: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """The injection weights of all rows."""
     row, own = tl.arange(0, 8), tl.arange(0, R)
-    loaded = _load_parts(parts, row, L + own, T, L, 0, R * SLICES)
-    factors = ()
+    loaded, factors = (), ()
     for stream in tl.static_range(R):
-        factors = factors + (_factor(squares, stream, row, T, D, SLICES, EPS)[:, None],)  # noqa: RUF005
-    logits = _normed(loaded, factors, 0, R, SLICES)
+        place = parts + (stream * T + row)[:, None] * (L + 16) + (L + own)[None, :]
+        loaded = loaded + (tl.load(place, (row < T)[:, None], 0.0),)  # noqa: RUF005
+    for stream in tl.static_range(R):
+        factors = factors + (_factor(squares, stream, row, T, D, EPS)[:, None],)  # noqa: RUF005
+    logits = _normed(loaded, factors, 0, R)
     place = row[:, None] * R + own[None, :]
     tl.store(wanted + place, 2.0 * tl.sigmoid(logits), (row < T)[:, None])

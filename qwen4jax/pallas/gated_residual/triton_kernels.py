@@ -1,360 +1,338 @@
-# pyright: reportGeneralTypeIssues=false
-"""The boundary of two sublayers in Triton: update, norm and mix in two or three launches.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+"""The kernels of `triton_launches.py`, which says what they are for and why they are so."""
 
-`down` adds the pending output to the streams, rounds them, and multiplies them with the low-rank
-projection and the injection weights. It multiplies without the norm's factor, which is one number
-for each row and stream, and so applies to a sum over one stream. Up to 8 rows a program owns a few
-outputs and a whole stream, and multiplies without tensor cores. Above, it owns 64 outputs and a
-slice of a stream; a third launch, `squeeze`, adds the slices. `up` owns 16 hidden channels of all
-streams: their gates, and the mean over streams.
-
-Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s, and about 1.2 us for each
-launch that waits for another. Sums are in a fixed order, so that results repeat bit for bit.
-"""
-
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.triton_call import triton_call
-
-FEW = 8
-# columns of the sums beside the low-rank ones: room for the injection weights' logits
-_EXTRA = 16
-_CHANNELS = 16
-
-
-def boundary(streams, pending, norm, down, up, inject, *, eps):
-    """See `qwen4jax.pallas.gated_residual.boundary`."""
-    batch, time, count, hidden = streams.shape
-    rows, rank = batch * time, down.shape[0]
-    flat = streams.reshape(rows, count * hidden)
-    if pending is not None:
-        pending = (pending[0].reshape(rows, count), pending[1].reshape(rows, hidden))
-    sizes = dict(ROWS=rows, STREAMS=count, HIDDEN=hidden, RANK=rank)
-    if rows <= FEW:
-        new, sums, factors = _down_few(flat, pending, norm, down, inject, sizes, eps)
-    else:
-        new, parts, squares = _down_many(flat, pending, norm, down, inject, sizes)
-        sums, factors = _squeezed(parts, squares, sizes, eps)
-    # 16 is the fewest that wgmma is used for
-    block_rows = max(16, min(32, triton.next_power_of_2(rows)))
-    x, weights = triton_call(
-        new,
-        norm,
-        up,
-        sums,
-        factors,
-        kernel=_up,
-        name=f"gated_residual_up_{rows}",
-        out=(
-            jax.ShapeDtypeStruct((rows, hidden), flat.dtype),
-            jax.ShapeDtypeStruct((rows, count), jnp.float32),
-        ),
-        grid=(triton.cdiv(rows, block_rows), hidden // _CHANNELS),
-        num_warps=8,
-        SLICES=sums.shape[0],
-        INJECT=inject is not None,
-        BLOCK_ROWS=block_rows,
-        BLOCK_D=_CHANNELS,
-        BLOCK_L=triton.next_power_of_2(rank),
-        **sizes,
-    )
-    return (
-        new.reshape(streams.shape),
-        x.reshape(batch, time, hidden),
-        None if inject is None else weights.reshape(batch, time, count),
-    )
-
-
-def _width(hidden: int, most: int) -> int:
-    """The largest power of two up to `most` that divides a stream."""
-    return min(most, hidden & -hidden)
-
-
-def _down_few(flat: Any, pending: Any, norm: Any, down: Any, inject: Any, sizes: Any, eps: float):
-    """The streams with the update, sums by stream with the norm in them, the norm's factors."""
-    rows, count, rank = sizes["ROWS"], sizes["STREAMS"], sizes["RANK"]
-    block_rows = triton.next_power_of_2(rows)
-    outputs = 8 if block_rows <= 4 else 4
-    new, sums, factors = triton_call(
-        *_arguments(flat, pending, norm, down, inject),
-        kernel=_down_few_kernel,
-        name=f"gated_residual_down_{rows}",
-        out=(
-            jax.ShapeDtypeStruct(flat.shape if pending is not None else (1, 1), flat.dtype),
-            jax.ShapeDtypeStruct((count, rows, rank + _EXTRA), jnp.float32),
-            jax.ShapeDtypeStruct((count, rows), jnp.float32),
-        ),
-        grid=(count, rank // outputs + triton.cdiv(count, outputs) * (inject is not None)),
-        num_warps=8,
-        PENDING=pending is not None,
-        EPS=eps,
-        BLOCK_ROWS=block_rows,
-        BLOCK_N=outputs,
-        BLOCK_K=_width(sizes["HIDDEN"], 512),
-        **sizes,
-    )
-    return (flat if pending is None else new), sums, factors
-
-
-def _down_many(flat: Any, pending: Any, norm: Any, down: Any, inject: Any, sizes: Any):
-    """The streams with the update, sums and squares by slice without the norm."""
-    rows, count, rank, hidden = (sizes[n] for n in ("ROWS", "STREAMS", "RANK", "HIDDEN"))
-    block_rows = max(16, min(32, triton.next_power_of_2(rows)))
-    width = _width(hidden, 512)
-    slices = count * hidden // width
-    new, parts, squares = triton_call(
-        *_arguments(flat, pending, norm, down, inject),
-        kernel=_down_many_kernel,
-        name=f"gated_residual_down_{rows}",
-        out=(
-            jax.ShapeDtypeStruct(flat.shape if pending is not None else (1, 1), flat.dtype),
-            jax.ShapeDtypeStruct((slices, rows, rank + _EXTRA), jnp.float32),
-            jax.ShapeDtypeStruct((slices, rows), jnp.float32),
-        ),
-        # blocks of rows next to each other: a weight's second reader finds it in L2
-        grid=(triton.cdiv(rows, block_rows), triton.cdiv(rank, 64) + (inject is not None), slices),
-        num_stages=4,
-        PENDING=pending is not None,
-        BLOCK_ROWS=block_rows,
-        WIDTH=width,
-        BLOCK_K=min(width, 128),
-        **sizes,
-    )
-    return (flat if pending is None else new), parts, squares
-
-
-def _arguments(flat: Any, pending: Any, norm: Any, down: Any, inject: Any) -> tuple[Any, ...]:
-    """Arrays of a kernel; what it has no use for is another array's pointer."""
-    weights, y = (norm, flat) if pending is None else pending
-    return flat, weights, y, norm, down, (down if inject is None else inject)
-
-
-def _squeezed(parts: Any, squares: Any, sizes: Any, eps: float) -> Any:
-    """Sums over all slices with the norm in them, [1, rows, columns], and the norm's factors."""
-    rows, width = sizes["ROWS"], parts.shape[2]
-    return triton_call(
-        parts,
-        squares,
-        kernel=_squeeze,
-        name=f"gated_residual_squeeze_{rows}",
-        out=(
-            jax.ShapeDtypeStruct((1, rows, width), jnp.float32),
-            jax.ShapeDtypeStruct((sizes["STREAMS"], rows), jnp.float32),
-        ),
-        # little work a program: latency counts, so there are many
-        grid=(triton.cdiv(rows, 8), width // 16),
-        num_warps=1,
-        EACH=parts.shape[0] // sizes["STREAMS"],
-        EPS=eps,
-        BLOCK_ROWS=8,
-        BLOCK_L=16,
-        **sizes,
-    )
-
 
 @triton.jit
-def _updated(streams, y, scale, place, channel_place, live, PENDING: tl.constexpr):
-    """The streams' values as they are stored, with the pending output in them, in float32."""
-    value = tl.load(streams + place, mask=live, other=0.0)
-    if PENDING:
-        added = tl.load(y + channel_place, mask=live, other=0.0).to(tl.float32)
-        value = (value.to(tl.float32) + scale[:, None] * added).to(tl.bfloat16)
-    return value
+def norm_kernel(
+    streams,
+    weights,
+    y,
+    norm,
+    new,
+    normed,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    PENDING: tl.constexpr,
+    EPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The pending output's update of a row's stream, and its norm: grid (T, R).
 
-
-@triton.jit
-def _down_few_kernel(
-    streams, weights, y, norm, down, inject, new, sums, factors, PENDING: tl.constexpr,
-    ROWS: tl.constexpr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    stream = tl.program_id(0)
-    tile = tl.program_id(1)
-    rows = tl.arange(0, BLOCK_ROWS)
-    live = (rows < ROWS)[:, None]
-    outputs = tl.arange(0, BLOCK_N)
-    # the last tiles are the injection weights'
-    low: tl.constexpr = RANK // BLOCK_N
-    if tile < low:
-        matrix = down + tile * BLOCK_N * (STREAMS * HIDDEN)
-        there = outputs < BLOCK_N
-    else:
-        matrix = inject + (tile - low) * BLOCK_N * (STREAMS * HIDDEN)
-        there = outputs < STREAMS - (tile - low) * BLOCK_N
-    scale = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if PENDING:
-        scale = tl.load(weights + rows * STREAMS + stream, mask=rows < ROWS, other=0.0)
-    acc = tl.zeros((BLOCK_N, BLOCK_ROWS, BLOCK_K), tl.float32)
-    square = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
-    for k in tl.range(0, HIDDEN, BLOCK_K, num_stages=5):
-        channels = k + tl.arange(0, BLOCK_K)
-        columns = stream * HIDDEN + channels
-        left = tl.load(
-            matrix + outputs[:, None] * (STREAMS * HIDDEN) + columns[None, :],
-            mask=there[:, None], other=0.0, eviction_policy="evict_first",
-        )  # fmt: skip
-        place = rows[:, None] * (STREAMS * HIDDEN) + columns[None, :]
-        beside = rows[:, None] * HIDDEN + channels[None, :]
-        value = _updated(streams, y, scale, place, beside, live, PENDING)
+    Args:
+        streams: [T, R D].
+        weights: with which `y` is injected [T, R].
+        y: output of the sublayer before [T, D].
+        norm: gain minus one [R D].
+        new: streams with `y` in them [T, R D].
+        normed: RMS norm of each stream [T, R D].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        PENDING: whether there is `y`.
+        EPS: of the norm.
+        CHUNK: channels of a load.
+    """
+    row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.arange(0, CHUNK)
+    place = row * (R * D) + stream * D + channel
+    values, extra, gains = (), (), ()
+    for i in tl.static_range(D // CHUNK):
+        values = values + (tl.load(streams + place + i * CHUNK),)  # noqa: RUF005
+        gains = gains + (tl.load(norm + stream * D + channel + i * CHUNK),)  # noqa: RUF005
         if PENDING:
-            if tile == 0:
-                tl.store(new + place, value, mask=live)
-        value = value.to(tl.float32)
-        square += value * value
-        gain = 1.0 + tl.load(norm + columns).to(tl.float32)
-        right = (value * gain[None, :]).to(tl.bfloat16).to(tl.float32)
-        acc += left.to(tl.float32)[:, None, :] * right[None, :, :]
-    factor = tl.rsqrt(tl.sum(square, axis=1) / HIDDEN + EPS)
-    total = tl.sum(acc, axis=2) * factor[None, :]
-    base = (stream * ROWS + rows) * (RANK + 16)
-    tl.store(
-        sums + base[None, :] + tile * BLOCK_N + outputs[:, None], total,
-        mask=(rows < ROWS)[None, :] & there[:, None],
-    )  # fmt: skip
-    if tile == 0:
-        tl.store(factors + stream * ROWS + rows, factor, mask=rows < ROWS)
+            extra = extra + (tl.load(y + row * D + channel + i * CHUNK),)  # noqa: RUF005
+    scale = 0.0
+    if PENDING:
+        scale = tl.load(weights + row * R + stream)
+    square = tl.zeros((CHUNK,), tl.float32)
+    updated = ()
+    for i in tl.static_range(D // CHUNK):
+        value = values[i]
+        if PENDING:
+            value = (value.to(tl.float32) + scale * extra[i].to(tl.float32)).to(tl.bfloat16)
+            tl.store(new + place + i * CHUNK, value)
+        updated = updated + (value,)  # noqa: RUF005
+        square += value.to(tl.float32) * value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(square, axis=0) / D + EPS)
+    for i in tl.static_range(D // CHUNK):
+        value = updated[i].to(tl.float32) * factor * (1.0 + gains[i].to(tl.float32))
+        tl.store(normed + place + i * CHUNK, value.to(tl.bfloat16))
 
 
 @triton.jit
-def _down_many_kernel(
-    streams, weights, y, norm, down, inject, new, parts, squares, PENDING: tl.constexpr,
-    ROWS: tl.constexpr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(1)
-    number = tl.program_id(2)
-    stream = number // (HIDDEN // WIDTH)
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    live = (rows < ROWS)[:, None]
-    outputs = tl.arange(0, 64)
-    low: tl.constexpr = (RANK + 63) // 64
-    if tile < low:
-        matrix = down + tile * 64 * (STREAMS * HIDDEN)
-        there = tile * 64 + outputs < RANK
-        first = tile * 64
+def down_kernel(
+    normed,
+    down,
+    inject,
+    parts,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Sums of N outputs over a slice of the streams: grid (blocks of rows, slices, tiles).
+
+    Args:
+        normed: of `norm_kernel`.
+        down: low-rank projection [L, R D].
+        inject: projection to the injection weights [R, R D], the last tile's.
+        parts: sums [R D / WIDTH, blocks, L + 16, ROWS]; those past the weights are not written.
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a block.
+        WIDTH: columns of a slice.
+        BLOCK: columns of a step.
+        N: outputs.
+    """
+    block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    output = tl.arange(0, N)
+    if tile < (L + N - 1) // N:
+        matrix = down + tile * N * (R * D)
+        there = tile * N + output < L
+        first = tile * N
     else:
         matrix = inject
-        there = outputs < STREAMS
-        first = RANK
-    scale = tl.zeros((BLOCK_ROWS,), tl.float32)
+        there = output < R
+        first = L
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = part * WIDTH + tl.arange(0, BLOCK)
+    w = matrix + output[:, None] * (R * D) + column[None, :]
+    n = normed + row.to(tl.int64)[None, :] * (R * D) + column[:, None]
+    acc = tl.zeros((N, ROWS), tl.float32)
+    for k in tl.range(0, WIDTH, BLOCK):
+        left = tl.load(w + k, there[:, None], 0.0)
+        right = tl.load(n + k, (row < T)[None, :], 0.0)
+        acc = tl.dot(left, right, acc)
+    base = (part * tl.num_programs(0) + block) * (L + 16) + first
+    place = (base + output)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(parts + place, acc, there[:, None])
+
+
+@triton.jit
+def update_down_kernel(
+    streams,
+    weights,
+    y,
+    norm,
+    down,
+    inject,
+    new,
+    parts,
+    squares,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    PENDING: tl.constexpr,
+):
+    """`norm_kernel` and `down_kernel` of up to 16 rows in one: grid (slices, tiles).
+
+    The norm's factor is one number for each row and stream: it is left to those who add the slices
+    up. The last tile has the fewest weights, and stores what all tiles know.
+
+    Args:
+        streams: [T, R D].
+        weights: with which `y` is injected [T, R].
+        y: output of the sublayer before [T, D].
+        norm: gain minus one [R D].
+        down: low-rank projection [L, R D].
+        inject: projection to the injection weights [R, R D], the last tile's.
+        new: streams with `y` in them [T, R D].
+        parts: sums without the norm's factor [R D / WIDTH, 1, L + 16, ROWS].
+        squares: sums of the streams' squares [R D / WIDTH, ROWS].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a product.
+        WIDTH: columns of a slice, all of one stream.
+        BLOCK: columns of a step.
+        N: outputs.
+        PENDING: whether there is `y`.
+    """
+    part, tile = tl.program_id(0), tl.program_id(1)
+    stream = part // (D // WIDTH)
+    output = tl.arange(0, N)
+    if tile < (L + N - 1) // N:
+        matrix = down + tile * N * (R * D)
+        there = tile * N + output < L
+        first = tile * N
+    else:
+        matrix = inject
+        there = output < R
+        first = L
+    row = tl.arange(0, ROWS)
+    live = (row < T)[:, None]
+    scale = 0.0
     if PENDING:
-        scale = tl.load(weights + rows * STREAMS + stream, mask=rows < ROWS, other=0.0)
-    acc = tl.zeros((64, BLOCK_ROWS), tl.float32)
-    square = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
-    for k in tl.range(0, WIDTH, BLOCK_K):
-        columns = number * WIDTH + k + tl.arange(0, BLOCK_K)
-        left = tl.load(
-            matrix + outputs[:, None] * (STREAMS * HIDDEN) + columns[None, :],
-            mask=there[:, None], other=0.0,
-        )  # fmt: skip
-        place = rows[:, None].to(tl.int64) * (STREAMS * HIDDEN) + columns[None, :]
-        beside = rows[:, None] * HIDDEN + (columns - stream * HIDDEN)[None, :]
-        value = _updated(streams, y, scale, place, beside, live, PENDING)
+        scale = tl.load(weights + row * R + stream, row < T, 0.0)[:, None]
+    acc = tl.zeros((N, ROWS), tl.float32)
+    square = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.range(0, WIDTH, BLOCK):
+        column = part * WIDTH + k + tl.arange(0, BLOCK)
+        left = tl.load(matrix + output[:, None] * (R * D) + column[None, :], there[:, None], 0.0)
+        place = row[:, None] * (R * D) + column[None, :]
+        value = tl.load(streams + place, live, 0.0)
+        # for all rows: what is copied to shared memory ahead is 16 bytes a thread or nothing
+        gain = tl.load(norm + column[None, :] + row[:, None] * 0)
         if PENDING:
-            if tile == 0:
-                tl.store(new + place, value, mask=live)
-        value = value.to(tl.float32)
-        square += value * value
-        gain = 1.0 + tl.load(norm + columns).to(tl.float32)
-        right = (value * gain[None, :]).to(tl.bfloat16)
+            beside = row[:, None] * D + (column - stream * D)[None, :]
+            added = tl.load(y + beside, live, 0.0).to(tl.float32)
+            value = (value.to(tl.float32) + scale * added).to(tl.bfloat16)
+            # a branch would have the compiler double the loop and its buffers
+            tl.store(new + place, value, live & (tile == tl.num_programs(1) - 1))
+        exact = value.to(tl.float32)
+        square += exact * exact
+        right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
         acc = tl.dot(left, right.T, acc)
-    base = number * ROWS + rows
-    tl.store(
-        parts + base[None, :] * (RANK + 16) + first + outputs[:, None], acc,
-        mask=(rows < ROWS)[None, :] & there[:, None],
-    )  # fmt: skip
-    if tile == 0:
-        tl.store(squares + base, tl.sum(square, axis=1), mask=rows < ROWS)
+    at = (part * (L + 16) + first + output)[:, None] * ROWS + row[None, :]
+    tl.store(parts + at, acc, there[:, None])
+    if tile == tl.num_programs(1) - 1:
+        tl.store(squares + part * ROWS + row, tl.sum(square, axis=1))
 
 
 @triton.jit
-def _squeeze(
-    parts, squares, sums, factors, ROWS: tl.constexpr, STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr, RANK: tl.constexpr, EACH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_L: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    # columns past the injection weights' were never written, and are never read
-    live = (rows < ROWS)[:, None] & (columns < RANK + STREAMS)[None, :]
-    total = tl.zeros((BLOCK_ROWS, BLOCK_L), tl.float32)
-    for stream in tl.static_range(STREAMS):
-        own = tl.zeros((BLOCK_ROWS, BLOCK_L), tl.float32)
-        square = tl.zeros((BLOCK_ROWS,), tl.float32)
-        for i in tl.static_range(EACH):
-            base = (stream * EACH + i) * ROWS + rows
-            own += tl.load(
-                parts + base[:, None] * (RANK + 16) + columns[None, :], mask=live, other=0.0
-            )
-            square += tl.load(squares + base, mask=rows < ROWS, other=0.0)
-        factor = tl.rsqrt(square / HIDDEN + EPS)
-        total += own * factor[:, None]
-        if tl.program_id(1) == 0:
-            tl.store(factors + stream * ROWS + rows, factor, mask=rows < ROWS)
-    tl.store(sums + rows[:, None] * (RANK + 16) + columns[None, :], total, mask=live)
-
-
-@triton.jit
-def _added(
-    sums, rows, columns, live, ROWS: tl.constexpr, STREAMS: tl.constexpr, RANK: tl.constexpr,
+def squeeze_kernel(
+    parts,
+    squares,
+    low,
+    wanted,
+    factors,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
     SLICES: tl.constexpr,
-):  # fmt: skip
-    """Products with the normed streams over their number, [rows, columns]."""
-    place = sums + rows[:, None] * (RANK + 16) + columns[None, :]
-    total = tl.load(place, mask=live, other=0.0)
-    for i in tl.static_range(1, SLICES):
-        total += tl.load(place + i * ROWS * (RANK + 16), mask=live, other=0.0)
-    return total / STREAMS
+    ALL: tl.constexpr,
+    SUMS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Sums over slices and what is made of them: grid (blocks of rows, (L + R) ROWS / SUMS).
+
+    Args:
+        parts: of `down_kernel` or `update_down_kernel`.
+        squares: of `update_down_kernel`.
+        low: SiLU of the low-rank sums over R [blocks, L, ROWS].
+        wanted: injection weights [T, R].
+        factors: of the norm [R, ROWS].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a block.
+        SLICES: of all streams.
+        ALL: the power of two that is not less.
+        SUMS: of a program.
+        FACTORS: whether the sums are without the norm's factors.
+        EPS: of the norm.
+    """
+    block, group = tl.program_id(0), tl.program_id(1)
+    part = tl.arange(0, ALL)[:, None]
+    # in [L + 16, ROWS]
+    place = group * SUMS + tl.arange(0, SUMS)
+    inside = (part < SLICES) & (place < (L + R) * ROWS)[None, :]
+    at = (part * tl.num_programs(0) + block) * ((L + 16) * ROWS) + place[None, :]
+    loaded = tl.load(parts + at, inside, 0.0)
+    if FACTORS:
+        # each element for itself: to hand sums around takes longer than to read them again
+        EACH: tl.constexpr = SLICES // R
+        first = squares + part // EACH * (EACH * ROWS) + (place % ROWS)[None, :]
+        square = tl.load(first, inside, 0.0)
+        for i in tl.static_range(1, EACH):
+            square += tl.load(first + i * ROWS, inside, 0.0)
+        factor = tl.rsqrt(square / D + EPS)
+        loaded *= factor
+        own = inside & (part % EACH == 0) & (place < ROWS)[None, :]
+        tl.store(factors + part // EACH * ROWS + place[None, :], factor, own)
+    total = tl.sum(loaded, axis=0) / R
+    if group < L * ROWS // SUMS:
+        value = (total * tl.sigmoid(total)).to(tl.bfloat16)
+        tl.store(low + block * (L * ROWS) + place, value)
+    else:
+        row = block * ROWS + place % ROWS
+        stream = place // ROWS - L
+        tl.store(wanted + row * R + stream, 2.0 * tl.sigmoid(total), (row < T) & (stream < R))
 
 
 @triton.jit
-def _up(
-    streams, norm, up, sums, factors, x, weights, ROWS: tl.constexpr, STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr, RANK: tl.constexpr, SLICES: tl.constexpr, INJECT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    live = (rows < ROWS)[:, None]
-    first = tl.program_id(1) * BLOCK_D
-    # rows of `up` by (stream, channel)
-    index = tl.arange(0, STREAMS * BLOCK_D)
-    stream = index // BLOCK_D
-    columns = stream * HIDDEN + first + index % BLOCK_D
-    ranks = tl.arange(0, BLOCK_L)
-    inside = (ranks < RANK)[None, :]
-    # all loads are under way before the first sum: the chain of latencies is what costs here
-    matrix = tl.load(
-        up + columns[:, None] * RANK + ranks[None, :], mask=inside, other=0.0,
-        eviction_policy="evict_first",
-    )  # fmt: skip
-    value = tl.load(
-        streams + rows[:, None].to(tl.int64) * (STREAMS * HIDDEN) + columns[None, :],
-        mask=live, other=0.0,
-    )  # fmt: skip
-    factor = tl.load(factors + stream[None, :] * ROWS + rows[:, None], mask=live, other=0.0)
-    gain = 1.0 + tl.load(norm + columns).to(tl.float32)
-    low = _added(sums, rows, ranks, live & inside, ROWS, STREAMS, RANK, SLICES)
-    low = (low * tl.sigmoid(low)).to(tl.bfloat16)
-    gates = tl.sigmoid(tl.dot(matrix, low.T))
-    normed = (value.to(tl.float32) * factor * gain[None, :]).to(tl.bfloat16).to(tl.float32)
-    product = tl.reshape(gates * normed.T, (STREAMS, BLOCK_D, BLOCK_ROWS))
-    mean = tl.sum(product, axis=0) / STREAMS
-    channels = first + tl.arange(0, BLOCK_D)
-    tl.store(
-        x + rows[None, :].to(tl.int64) * HIDDEN + channels[:, None],
-        mean.to(x.dtype.element_ty), mask=(rows < ROWS)[None, :],
-    )  # fmt: skip
-    if INJECT:
-        if tl.program_id(1) == 0:
-            own = tl.arange(0, STREAMS)
-            logits = _added(sums, rows, RANK + own, live, ROWS, STREAMS, RANK, SLICES)
-            tl.store(
-                weights + rows[:, None] * STREAMS + own[None, :],
-                2.0 * tl.sigmoid(logits),
-                mask=live,
-            )
+def up_kernel(
+    streams,
+    norm,
+    factors,
+    up,
+    low,
+    x,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """The mean over streams of EACH channels: grid (blocks of rows, D / EACH).
+
+    Args:
+        streams: with everything in them, or their norm [T, R D].
+        norm: gain minus one [R D].
+        factors: of the norm [R, ROWS].
+        up: gates' projection [R D, L].
+        low: of `squeeze_kernel`.
+        x: [T, D].
+        T: rows.
+        R: streams.
+        D: channels of a stream.
+        L: rank.
+        ROWS: of a block.
+        EACH: channels of each stream.
+        BLOCK: columns of a step.
+        FACTORS: whether the streams still are to be normed.
+    """
+    block, first = tl.program_id(0), tl.program_id(1) * EACH
+    line = tl.arange(0, ROWS)
+    # rows of `up`: 16 to a warp, all streams of some channels, so that their sum stays within it
+    index = tl.arange(0, R * EACH)
+    SOME: tl.constexpr = 16 // R
+    stream = index % 16 // SOME
+    column = stream * D + first + index // 16 * SOME + index % SOME
+    row = (block * ROWS + line).to(tl.int64)
+    live = (row < T)[:, None]
+    # under way before the products' first step
+    value = tl.load(streams + row[:, None] * (R * D) + column[None, :], live, 0.0)
+    factor, gain = 1.0, 0.0
+    if FACTORS:
+        factor = tl.load(factors + (stream * ROWS)[None, :] + line[:, None])
+        gain = tl.load(norm + column)
+    k = tl.arange(0, BLOCK)
+    w = up + column[:, None] * L + k[None, :]
+    z = low + block * (L * ROWS) + k[:, None] * ROWS + line[None, :]
+    acc = tl.zeros((R * EACH, ROWS), tl.float32)
+    for i in tl.range(0, L, BLOCK):
+        acc = tl.dot(tl.load(w + i), tl.load(z + i * ROWS), acc)
+    gates = tl.sigmoid(acc).T
+    value = value.to(tl.float32)
+    if FACTORS:
+        value = value * factor * (1.0 + gain.to(tl.float32))[None, :]
+        value = value.to(tl.bfloat16).to(tl.float32)
+    gated = tl.reshape(gates * value, (ROWS, R * EACH // 16, R, SOME))
+    mean = tl.reshape(tl.sum(gated, axis=2) / R, (ROWS, EACH))
+    channel = first + tl.arange(0, EACH)
+    tl.store(x + row[:, None] * D + channel[None, :], mean.to(tl.bfloat16), live)

@@ -1,10 +1,11 @@
 # pyright: reportArgumentType=false
 """The boundary for any number of rows in Triton, by products that wait for nothing but memory.
 
-Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s (with the streams of 128 rows 4.5
+Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s (with the streams of 128 rows 4.6
 us; their arithmetic takes half of that), and for each launch about 1.2 us of start and one latency.
+Measured on an H200, alone: 15.9 us at 16 rows, 23.9 at 128 (XLA 35.6).
 
-Above 32 rows there are four launches. `norm` adds the pending output to a stream of a row, rounds,
+Above 16 rows there are four launches. `norm` adds the pending output to a stream of a row, rounds,
 and norms it: all that a program needs for that is in its registers, and the streams are read once
 however many programs the products have. `down` owns 64 outputs and a slice of the streams, so that
 there is one program for nearly each multiprocessor and each reads about as much of the streams as
@@ -12,8 +13,10 @@ of the weights: bfloat16, copied to shared memory without passing registers, nea
 for before the first is used. `squeeze` adds the slices up: doing it in `up` would read them once
 for each of its programs. `up` owns some channels of all streams, and with them their mean.
 
-Up to 32 rows `update_down` stands for the first two: so few rows are updated by each of its
-programs in no time. The norm's factors are left to `squeeze` and `up`.
+Up to 16 rows `update_down` stands for the first two: so few rows are updated by each of its
+programs in no time (at 32 rows all took 18.6 us so, and 15.3 with the two). The norm's factors are
+left to `squeeze` and `up`. To have the cache get the weights of later launches, as `triton_few`
+does, made it 0.5 us slower at 16 and at 128 rows.
 
 Weights are the 64-row side of a tensor-core product, the rows are the other: it may be 16 to 128
 wide. What lies between the products is kept transposed, in blocks of as many rows as a product
@@ -27,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from qwen4jax.pallas.gated_residual import triton_many_kernels as kernels
+from qwen4jax.pallas.gated_residual import triton_kernels as kernels
 from qwen4jax.pallas.triton_call import triton_call
 
 # columns of the sums beside the low-rank ones: room for the injection weights' logits
@@ -46,52 +49,44 @@ class Cut:
         rows: of a product.
         width: of a slice of the streams, columns.
         updates: whether `down` updates and norms the streams, instead of a launch of its own.
-        down_warps: of a `down` program.
         down_block: columns of a step of `down`.
         down_stages: buffers of such steps.
         up_warps: of an `up` program.
         up_stages: buffers of steps of `up`.
-        norm_warps: of a `norm` program.
-        swapped: whether `up` has the weights on the 64-row side. If not the rows are on it.
-        asks: whether launches have the cache get the weights of later ones.
     """
 
     rows: int
     width: int
     updates: bool
-    down_warps: int = 4
-    down_block: int = 64
-    down_stages: int = 8
-    up_warps: int = 4
-    up_stages: int = 4
-    norm_warps: int = 2
-    swapped: bool = True
-    asks: bool = True
+    down_block: int
+    down_stages: int
+    up_warps: int
+    up_stages: int
 
 
 def cut(rows: int, count: int, hidden: int) -> Cut:
     """How sizes that are not refused are cut."""
     block = max(16, min(128, triton.next_power_of_2(rows)))
-    if block <= 32:
-        # stages: all steps that there are, and one
-        width = _power(hidden, 512)
-        return Cut(block, width, updates=True, down_block=128, down_stages=5, up_stages=6)
+    # of the steps of a slice and of `up` all are under way at once where they fit
+    if block == 16:
+        return Cut(block, _power(hidden, 512), True, 128, 5, up_warps=4, up_stages=6)
     # wider slices where blocks of rows make programs
     width = _power(count * hidden, 512 * triton.cdiv(rows, block))
     # what `up` does with its product takes more threads than the product
-    return Cut(block, width, updates=False, up_warps=8 if block == 128 else 4)
+    warps, stages = (8 if block == 128 else 4), (6 if block == 32 else 4)
+    return Cut(block, width, False, 64, 8, up_warps=warps, up_stages=stages)
 
 
-def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
+def boundary(streams, pending, norm, down, up, inject, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
-    how = how or cut(rows, count, hidden)
+    how = cut(rows, count, hidden)
     flat = streams.reshape(rows, count * hidden)
     # what a kernel has no use for is another array's pointer
     weights, y = (norm, flat) if pending is None else pending
     arrays = (flat, weights.reshape(rows, count) if pending else norm, y.reshape(rows, -1), norm)
-    matrices = down, (down if inject is None else inject), up
+    matrices = down, (down if inject is None else inject)
     sizes = dict(T=rows, R=count, D=hidden, L=rank, ROWS=how.rows)
     tiles = triton.cdiv(rank, OUTPUTS) + (inject is not None)
     if how.updates:
@@ -99,7 +94,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         new, parts, squares = _updated_down(*given, how, sizes)
         source = new if pending else flat
     else:
-        new, source = _normed(arrays, down, pending is not None, how, sizes, eps)
+        new, source = _normed(arrays, pending is not None, sizes, eps)
         parts = _down(source, matrices, tiles, how, sizes)
         squares = norm
     low, wanted, factors = _squeezed(parts, squares, inject is not None, how, sizes, eps)
@@ -117,7 +112,6 @@ def boundary(streams, pending, norm, down, up, inject, *, eps, how: Any = None):
         num_stages=how.up_stages,
         EACH=OUTPUTS // count,
         BLOCK=_power(rank, 64),
-        SWAPPED=how.swapped or how.rows < 64,
         FACTORS=how.updates,
         **sizes,
     )
@@ -137,25 +131,22 @@ def _new(arrays: Any, pending: bool) -> Any:
     return jax.ShapeDtypeStruct(arrays[0].shape if pending else (1, 1), arrays[0].dtype)
 
 
-def _normed(arrays: Any, down: Any, pending: bool, how: Cut, sizes: Any, eps: float) -> Any:
+def _normed(arrays: Any, pending: bool, sizes: Any, eps: float) -> Any:
     """The streams with the pending output in them, and their norm."""
     rows, count, hidden = sizes["T"], sizes["R"], sizes["D"]
     return triton_call(
         *arrays,
-        down,
         kernel=kernels.norm_kernel,
         name=f"gated_residual_norm_{rows}x{count}x{hidden}",
         out=(_new(arrays, pending), _new(arrays, True)),
         grid=(rows, count),
-        num_warps=how.norm_warps,
+        num_warps=2,
         T=rows,
         R=count,
         D=hidden,
-        L=sizes["L"],
-        ASKS=how.asks,
         PENDING=pending,
         EPS=eps,
-        CHUNK=_power(hidden, 256 * how.norm_warps),
+        CHUNK=_power(hidden, 512),
     )
 
 
@@ -171,12 +162,10 @@ def _down(normed: Any, matrices: Any, tiles: int, how: Cut, sizes: Any) -> Any:
         out=jax.ShapeDtypeStruct((slices, blocks, rank + EXTRA, how.rows), jnp.float32),
         # blocks of rows next to each other: a weight's second reader finds it in the cache
         grid=(blocks, slices, tiles),
-        num_warps=how.down_warps,
         num_stages=how.down_stages,
         WIDTH=how.width,
         BLOCK=min(how.width, how.down_block),
         N=OUTPUTS,
-        PROGRAMS=blocks * slices * tiles * how.asks,
         **sizes,
     )
 
@@ -198,12 +187,10 @@ def _updated_down(
             jax.ShapeDtypeStruct((slices, how.rows), jnp.float32),
         ),
         grid=(slices, tiles),
-        num_warps=how.down_warps,
         num_stages=how.down_stages,
         WIDTH=how.width,
         BLOCK=min(how.width, how.down_block),
         N=OUTPUTS,
-        PROGRAMS=slices * tiles * how.asks,
         PENDING=pending,
         **sizes,
     )
