@@ -7,8 +7,9 @@ the reference after them. Every entry follows from lines of `bench/results/<devi
 Rows = tuple[tuple[int, tuple[str, ...]], ...]
 
 # one query row for each of up to 32 requests, and up to four; above them are chunks of prompts
-_DECODE, _VERIFY, _ANY = 32, 128, 1 << 30
-_TRITON: Rows = ((_ANY, ("triton",)),)
+_DECODE, _VERIFY = 32, 128
+ANY = 1 << 30
+_TRITON: Rows = ((ANY, ("triton",)),)
 # for more rows cuBLAS and XLA
 _FEW_TRITON: Rows = ((_DECODE, ("triton",)),)
 
@@ -19,13 +20,14 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "skinny_matmul.projections": _FEW_TRITON,
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
-        "gated_residual.boundary": ((8, ("triton_few", "triton")), (_ANY, ("triton",))),
-        "moe.router": ((_DECODE, ("triton", "separate")), (_ANY, ("separate",))),
+        "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),
+        "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
         "moe.experts": _TRITON,
         "index_score": _TRITON,
         "index_topk": _TRITON,
-        "sparse_attention": _TRITON,
+        # consecutive queries of a prompt select much in common
+        "sparse_attention": ((_VERIFY, ("triton",)), (ANY, ("triton_together", "triton"))),
         "compress_and_store.prepare_and_store": _TRITON,
         "ple.embed": _TRITON,
         "ple.mix": _FEW_TRITON,

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from qwen4jax import pallas
-from qwen4jax.pallas.measured import FASTEST
+from qwen4jax.pallas.measured import ANY, FASTEST
 
 REFERENCE = "reference"
 
@@ -207,11 +207,14 @@ def _place(operation: Operation, name: str, device: str) -> str:
         if re.search(pattern, device):
             for most_rows, names in table.get(operation.name, ()):
                 if names[0] == name:
-                    ranges.append(f"{below + 1} to {most_rows}")
+                    last = "any number of" if most_rows == ANY else most_rows
+                    ranges.append(f"{below + 1} to {last}")
                 below = most_rows
             break
     if ranges:
         return f"measured fastest for {', '.join(ranges)} rows"
+    if name == REFERENCE and below == ANY:
+        return "where no other applies"
     if name == REFERENCE:
         return f"above {below} rows, and where no other applies" if below else "the only choice"
     return "runs when named"
