@@ -49,6 +49,12 @@ EXPERTS = Operation(
             needs=("triton",),
             refuses=limits.refuses_experts,
         ),
+        # right in the interpreter, not yet compared on a device
+        "triton_sorted": Kernel(
+            "qwen4jax.pallas.moe.triton_many.experts",
+            needs=("triton",),
+            refuses=limits.refuses_sorted,
+        ),
     },
 )
 

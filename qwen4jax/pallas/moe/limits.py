@@ -95,7 +95,20 @@ def refuses_router(x, gate, shared_gate, k, counter, *, renormalize):
 
 
 def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
-    """What keeps the Triton kernels from these arguments, if anything."""
+    """What keeps the Triton kernels that read experts once a tile from these arguments."""
+    reason = _refuses_forms(x, gate_up, down, shared)
+    return reason or _refuses_sizes(x.shape[1], gate_up.shape[-2], form(gate_up) or "", shared)
+
+
+def refuses_sorted(x, ids, weights, gate_up, down, shared, *, out_dtype):
+    """What keeps the Triton kernels that sort pairs by expert from these arguments."""
+    if x.shape[0] <= MOST_FEW:
+        return f"is for more than {MOST_FEW} tokens, these are {x.shape[0]}"
+    reason = _refuses_forms(x, gate_up, down, shared)
+    return reason or _refuses_many(ids, form(gate_up), x.shape[1], gate_up.shape[-2])
+
+
+def _refuses_forms(x, gate_up, down, shared):
     stored = form(gate_up)
     if stored is None or form(down) != stored:
         return "is for experts in tiled NVFP4, FP8 or bfloat16, both matrices alike"
@@ -103,9 +116,10 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         return f"is for bfloat16 tokens, these are {x.dtype}"
     if shared is not None and any(w.dtype != jnp.bfloat16 for w in shared[:3]):
         return "is for a shared expert in bfloat16"
-    hidden, width = x.shape[1], gate_up.shape[-2]
-    if x.shape[0] > MOST_FEW:
-        return _refuses_many(ids, stored, hidden, width)
+    return None
+
+
+def _refuses_sizes(hidden, width, stored, shared):
     chunk = CHUNKS[stored][0]
     for name, size, step in (
         ("hidden size", hidden, max(chunk, 16 * DOWN_WARPS)),
@@ -124,7 +138,6 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
 
 
 def _refuses_many(ids, stored, hidden, width):
-    """Likewise, of more than `MOST_FEW` tokens."""
     least = 128 if stored == "nvfp4" else 64
     for name, size, step in (("hidden size", hidden, 128), ("width of the experts", width, least)):
         if size % step:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qwen4jax.pallas.moe import limits, triton_many
+from qwen4jax.pallas.moe import limits
 from qwen4jax.pallas.moe.triton_down import down_kernel
 from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
@@ -97,7 +97,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     if tokens == 0:
         return jnp.zeros(x.shape, out_dtype)
     if tokens > limits.MOST_FEW:
-        return triton_many.experts(x, ids, weights, gate_up, down, shared, out_dtype=out_dtype)
+        return _in_parts(x, ids, weights, gate_up, down, shared, out_dtype)
     form = limits.form(gate_up) or ""
     columns, elements = limits.CHUNKS[form]
     gate_up_ahead, down_ahead = AHEAD_FEW if tokens <= limits.FEW_TOKENS else AHEAD_LISTED
@@ -179,6 +179,29 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         OWN=ids.size,
         **size,
     )
+
+
+def _in_parts(x, ids, weights, gate_up, down, shared, out_dtype):
+    """`experts` of equal parts of the tokens, as few as can be; the last tokens may be none."""
+    tokens, choices = ids.shape
+    number = -(-tokens // limits.MOST_FEW)
+    size = -(-tokens // number)
+    spare = number * size - tokens
+    logit = jnp.zeros((tokens, 1), jnp.float32) if shared is None else shared.logit
+
+    def cut(a: Any, rest: Any = 0) -> Any:
+        rest = jnp.broadcast_to(jnp.asarray(rest, a.dtype), (spare, a.shape[1]))
+        return jnp.concatenate([a, rest]).reshape(number, size, -1)
+
+    # a token's experts are distinct, and so are those of one that is not there
+    given = cut(x), cut(ids, jnp.arange(choices)), cut(weights), cut(logit)
+
+    def part(one):
+        x, ids, weights, logit = one
+        beside = None if shared is None else shared._replace(logit=logit)
+        return experts(x, ids, weights, gate_up, down, beside, out_dtype=out_dtype)
+
+    return jax.lax.map(part, given).reshape(-1, x.shape[1])[:tokens]
 
 
 def _listed(ids, experts_):

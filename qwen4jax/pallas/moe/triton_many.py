@@ -29,7 +29,7 @@ PARTS = jnp.float32
 
 
 def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
-    """See `qwen4jax.pallas.moe.experts`; `limits.refuses_many` says what it takes."""
+    """See `qwen4jax.pallas.moe.experts`; `limits.refuses_sorted` says what it takes."""
     tokens, hidden = x.shape
     width, choices = gate_up.shape[-2], ids.shape[1]
     form = limits.form(gate_up) or ""

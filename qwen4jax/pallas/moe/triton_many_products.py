@@ -87,8 +87,18 @@ def _scales(
 
 
 @triton.jit
+def _in_rows(w, W: tl.constexpr):
+    """(half, warp, row, t, i, h, p) as rows (warp, half, row), columns (i, h, t, p)."""
+    w = tl.permute(tl.reshape(w, (2, W, 8, 4, 4, 2, 2)), (1, 0, 2, 4, 5, 3, 6))
+    return tl.reshape(w, (16 * W, 64))
+
+
+@triton.jit
 def _nvfp4(w, s, W: tl.constexpr):
-    """Codes [16 W, 64] and scales [16 W, 8], lines (half, warp, 8), as [16 W, 128] bfloat16."""
+    """Codes [16 W, 64] and scales [16 W, 8], lines (half, warp, 8), as two of [16 W, 64] bfloat16.
+
+    The even columns and the odd ones: joined, XLA's Triton took one for the other.
+    """
     w = tl.reshape(w, (2, W, 8, 4, 2, 8))
     s = tl.reshape((s.to(tl.float32) * SCALE_UP).to(tl.bfloat16), (2, W, 8, 4, 2, 1))
     even, odd = tl.inline_asm_elementwise(
@@ -99,28 +109,27 @@ def _nvfp4(w, s, W: tl.constexpr):
         is_pure=True,
         pack=4,
     )
-    # (half, warp, row, t, i, h, p, odd) as rows (warp, half, row), columns (odd, i, h, t, p)
-    w = tl.reshape(tl.join(even, odd), (2, W, 8, 4, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(w, (1, 0, 2, 7, 4, 5, 3, 6)), (16 * W, 128))
+    return _in_rows(even, W), _in_rows(odd, W)
 
 
 @triton.jit
 def _fp8(w, s, W: tl.constexpr):
     """e4m3 [16 W, 64], lines (half, warp, 8), times the scale of their block."""
-    w = (w.to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16)
-    # (half, warp, row, t, i, h, p) as rows (warp, half, row), columns (i, h, t, p)
-    w = tl.permute(tl.reshape(w, (2, W, 8, 4, 4, 2, 2)), (1, 0, 2, 4, 5, 3, 6))
-    return tl.reshape(w, (16 * W, 64))
+    return _in_rows((w.to(tl.float32) * s.to(tl.float32)).to(tl.bfloat16), W)
 
 
 @triton.jit
-def _operand(w, s, FORM: tl.constexpr, W: tl.constexpr):
-    """Weights of a step as the left operand; of NVFP4 2**-7 of them."""
+def _product(w, s, x, y, acc, FORM: tl.constexpr, W: tl.constexpr):
+    """`acc` and a step's product with activations x, of NVFP4 x and y; then 2**-7 of it."""
     if FORM == NVFP4:
-        w = _nvfp4(w, s, W)
-    if FORM == FP8:
-        w = _fp8(w, s, W)
-    return w
+        even, odd = _nvfp4(w, s, W)
+        acc = tl.dot(even, x, acc)
+        acc = tl.dot(odd, y, acc)
+    elif FORM == FP8:
+        acc = tl.dot(_fp8(w, s, W), x, acc)
+    else:
+        acc = tl.dot(w, x, acc)
+    return acc
 
 
 @triton.jit
@@ -157,7 +166,7 @@ def _two_blocks(
     """Products [16 W, ROWS] of two blocks of rows of N columns with the activations of a tile."""
     # tiles of 16 rows x 128 columns lie one after the other, and so do their scales
     STEP: tl.constexpr = 16 * L if C == TILE_COLUMNS else L
-    xs = x + tl.arange(0, C)[None, :]
+    xs = x + tl.arange(0, 64)[None, :]
     a = tl.zeros((16 * W, ROWS), tl.float32)
     b = tl.zeros((16 * W, ROWS), tl.float32)
     one = tl.where(tl.program_id(0) >= 0, 1.0, 0.0)
@@ -171,9 +180,12 @@ def _two_blocks(
         if FORM == FP8:
             s1 = tl.load(first_scale + i * C // 128)
             s2 = tl.load(second_scale + i * C // 128)
-        chunk = tl.trans(tl.load(xs + i * C))
-        a = tl.dot(_operand(w1, s1, FORM, W), chunk, a)
-        b = tl.dot(_operand(w2, s2, FORM, W), chunk, b)
+        even = tl.trans(tl.load(xs + i * C))
+        odd = even
+        if C == TILE_COLUMNS:
+            odd = tl.trans(tl.load(xs + i * C + 64))
+        a = _product(w1, s1, even, odd, a, FORM, W)
+        b = _product(w2, s2, even, odd, b, FORM, W)
         if FORM != BF16:
             # A product whose operand is in registers is cut in two by Triton; left in flight till
             # the end of the loop's body, its first half is copied, and ptxas then waits for each
