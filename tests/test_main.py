@@ -12,7 +12,7 @@ import pytest
 
 import qwen4jax
 from qwen4jax import __main__ as command
-from qwen4jax.decode.batching import Delta
+from qwen4jax.decode.running import Delta
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.weights import embedded, load
 from qwen4jax.weights.save import save
