@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from qwen4jax.pallas import registry
+from qwen4jax.pallas import compress_and_store, registry
 from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.gated_delta import chunks
 from qwen4jax.pallas.gated_delta.cases import CASES as GATED_DELTA
@@ -95,6 +95,13 @@ def test_chunks_of_gated_delta_net():
     refused("at least 16 channels", chunks, *arrays[:5], small, *arrays[6:], **static)
     odd = dataclasses.replace(state, recurrent=jnp.concatenate([state.recurrent] * 3, axis=2))
     refused("a power of two", chunks, *arrays[:5], odd, *arrays[6:], **static)
+
+
+def test_keys_of_a_chunk():
+    reason = compress_and_store.limits.refuses(
+        None, shape(1, 65536, 8), *[None] * 5, ratio=4, eps=1e-6
+    )
+    assert reason == "is for up to 65535 tokens of a row, not 65536"
 
 
 def test_queries_that_read_together():
