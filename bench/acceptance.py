@@ -38,7 +38,7 @@ from qwen4jax.decode.sampling import Row as Request
 from qwen4jax.decode.sampling import make_controls
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state
-from qwen4jax.weights.draft import lighten_draft
+from qwen4jax.weights.draft import check_vocab, lighten_draft
 
 TINY = Path(__file__).parent.parent / "checkpoints" / "tiny"
 NAME = "acceptance.jsonl"
@@ -187,6 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = [tuple(map(int, size.split(":"))) for size in options.sizes.split(",")]
     stored = load(options.model, dtype=options.dtype, progress=False)
+    for form in options.drafts:
+        check_vocab(_form_and_vocab(form)[1], stored.config.vocab_size)
     ids = np.load(options.text / "heldout.npy")
     ways = [(form, mode) for form in options.drafts for mode in options.modes]
     all_rows: dict[tuple[str, str], list[Row]] = {way: [] for way in ways}
@@ -226,6 +228,8 @@ def _form_and_vocab(text: str) -> tuple[Any, int | None]:
     form, _, vocab = text.partition(":")
     if form not in FORMS:
         raise argparse.ArgumentTypeError(f"{form!r} is not one of {', '.join(FORMS)}")
+    if vocab and not vocab.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: {vocab!r} is no number of ids")
     return None if form == "stored" else form, int(vocab) if vocab else None
 
 

@@ -330,6 +330,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.layers < 4 or args.layers % 4:
         parser.error(f"--layers: {args.layers} is not a multiple of 4")
+    if args.config == "tiny" and (args.draft_weights != "bf16" or args.draft_vocab is not None):
+        parser.error("--draft-weights, --draft-vocab: are of flash_next")
+    if args.draft_vocab is not None and args.draft_vocab < 1:
+        parser.error(f"--draft-vocab: {args.draft_vocab} is not over 0")
     for given in args.run:
         for part in given.split(","):
             if part.partition("=")[0] not in VARIED or "=" not in part:

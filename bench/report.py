@@ -40,7 +40,8 @@ TUNING = (
 
 def _stored(config: str) -> str:
     """What of a line's configuration says how keys, values and draft head are stored."""
-    return " ".join(part for part in config.split() if part.startswith(("kv=", "draft_weights=")))
+    told = ("kv=", "draft_weights=", "draft_vocab=")
+    return " ".join(part for part in config.split() if part.startswith(told))
 
 
 def rounds(device: str) -> str:
@@ -49,7 +50,9 @@ def rounds(device: str) -> str:
     titles = [*(title for _, title in COLUMNS), "stored"]
     rows = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for record in map(json.loads, lines):
-        cells = [*(str(record[key]) for key, _ in COLUMNS), _stored(record["config"])]
+        # a run without a profile knows no number of kernels
+        values = ("" if record[key] is None else str(record[key]) for key, _ in COLUMNS)
+        cells = [*values, _stored(record["config"])]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

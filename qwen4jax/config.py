@@ -287,6 +287,12 @@ def _validate(c: Config) -> None:
     need(c.gate_activation in ("sigmoid", "silu"), "output_gate_type", "is not 'sigmoid' or 'silu'")
     need(c.mamba_ssm_dtype == "float32", "mamba_ssm_dtype", "is not supported, only 'float32'")
     need(c.dtype in ("bfloat16", "float32"), "dtype", "is not 'bfloat16' or 'float32'")
+    drafted = c.quantization.draft_vocab
+    need(
+        drafted is None or (positive_int(drafted) and drafted <= c.vocab_size),
+        "quantization.draft_vocab",
+        f"has no number of ids in 1..{c.vocab_size}",
+    )
     need(
         number(c.rms_norm_eps) and 0 < c.rms_norm_eps < 1,
         "rms_norm_eps",

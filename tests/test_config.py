@@ -255,6 +255,9 @@ def test_a_changed_copy_is_checked():
     assert T0.replace(indexer_budget=16).index_blocks == 4
     with pytest.raises(ConfigError, match=r"^indexer_budget: 10"):
         T0.replace(indexer_budget=10)
+    for drafted in (0, -1, True, 2.5, T0.vocab_size + 1):
+        with pytest.raises(ConfigError, match=r"^quantization\.draft_vocab: "):
+            T0.replace(quantization=Quantization(draft_vocab=drafted))  # pyright: ignore[reportArgumentType]
     with pytest.raises(dataclasses.FrozenInstanceError):
         T0.vocab_size = 3  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -12,9 +12,9 @@ import pytest
 
 import qwen4jax
 from qwen4jax import __main__ as command
-from qwen4jax.decode.batching import Delta
+from qwen4jax.decode.running import Delta
 from qwen4jax.decode.text import Tokenizer
-from qwen4jax.weights import embedded
+from qwen4jax.weights import embedded, load
 from qwen4jax.weights.save import save
 from tests.decode.sample_tokenizers import write
 from tests.decode.small import EOS, GREEDY, MODEL, one_bucket, params, plain
@@ -45,6 +45,24 @@ def test_ids_are_streamed(checkpoint: str, capsys):
         r"tokens/s, [\d.]+ tokens per round$",
         lines[-1],
     )
+
+
+def test_drafts_among_the_lowest_ids(checkpoint: str, capsys, monkeypatch):
+    drafted, whole = [], load.load_and_report
+
+    def loaded(*args: Any, **kwargs: Any):
+        params, report = whole(*args, **kwargs)
+        assert params.mtp is not None
+        assert params.mtp.lm_head is not None
+        drafted.append(params.mtp.lm_head.shape[0])
+        return params, report
+
+    monkeypatch.setattr(load, "load_and_report", loaded)
+    arguments = "--ids 5,6,7 --max-new-tokens 8 --draft-vocab 100".split()
+    assert command.main([checkpoint, *arguments]) == 0
+    (want,) = plain([[5, 6, 7]], [SHORT], eos_ids=(MODEL.eos_token_id,))
+    assert [int(word) for word in capsys.readouterr().out.split()] == want.ids
+    assert drafted == [100]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +107,8 @@ def test_a_wrong_command_line_exits_with_2(tmp_path: Path, capsys, arguments: An
         (["--ids", "5", "--temperature", "-1"], "temperature must be"),
         (["--ids", "5", "--max-new-tokens", "0"], "max_new_tokens must be"),
         (["--ids", "5", "--draft", "8"], "draft: 8 is not in 0..7"),
+        (["--ids", "5", "--draft-vocab", "0"], r"draft_vocab: 0 is not in 1..408"),
+        (["--ids", "5", "--draft-vocab", "409"], r"draft_vocab: 409 is not in 1..408"),
         ([""], "prompts: is empty"),
     ],
 )

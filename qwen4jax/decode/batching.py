@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,41 +19,17 @@ from jaxtyping import Array, Bool, Int
 
 from qwen4jax.decode.burst import Sent, empty, fields_of, to_host
 from qwen4jax.decode.capacity import require_room
-from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.portable import graft
 from qwen4jax.decode.prefill import feed
 from qwen4jax.decode.requests import Request
 from qwen4jax.decode.round import begin, next_round
+from qwen4jax.decode.running import Delta, Running, now
 from qwen4jax.decode.sampling import Row, make_controls
-from qwen4jax.decode.stopping import Controls, FinishReason, StopStrings, set_row
-from qwen4jax.decode.text import StreamDecoder, Tokenizer
+from qwen4jax.decode.stopping import Controls, FinishReason, set_row
+from qwen4jax.decode.text import Tokenizer
 from qwen4jax.model import read_out
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state, put_slots, reset_slots, take_slots
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """What a request gained.
-
-    Attributes:
-        request: number of the request, in the order they were given.
-        token_ids: new ids.
-        logprobs: of each, if asked for.
-        text: new text that is certain; empty without a tokenizer.
-        finish_reason: None while it runs.
-        top: of each new id the most probable ones in its place, as (id, log-probability), best
-            first; None if not asked for.
-        rounds: that gave it, 0 for the token after the prompt.
-    """
-
-    request: int
-    token_ids: list[int]
-    logprobs: list[float] | None
-    text: str
-    finish_reason: str | None = None
-    top: list[list[tuple[int, float]]] | None = None
-    rounds: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,57 +60,6 @@ class Sizes:
         whole = (self.rows, self.chunk)
         rows, tokens = next((shape for shape in self.ends if shape[1] >= left), whole)
         return min(rows, self.slots), tokens
-
-
-class _Running:
-    """A request in a slot."""
-
-    def __init__(self, number: int, request: Request, slot: int, tokenizer: Tokenizer | None):
-        self.number, self.request, self.slot = number, request, slot
-        self.to_feed = list(request.ids)
-        self.ids: list[int] = []
-        self.rounds = 0
-        self.done = False
-        self.reason = ""
-        self.times = {"admitted": _now()}
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-        self._stops = StopStrings(request.sampling.stop)
-
-    def take(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        top: Sequence[list[tuple[int, float]]] | None,
-        reason: FinishReason,
-    ) -> Delta:
-        """Adds a burst, up to the token in which a stop string is complete."""
-        rounds = int(bool(self.ids))
-        text, taken = "", []
-        for place, token in enumerate(ids):
-            taken.append(token)
-            # a stop id is no part of the text, a stop string could not end in it either
-            is_stop_id = reason == FinishReason.STOP and place == len(ids) - 1
-            if self._decoder is not None and not is_stop_id:
-                text += self._stops.feed(self._decoder.feed([token]))
-            if self._stops.found is not None:
-                reason = FinishReason.STOP
-                break
-        if reason and self._decoder is not None:
-            text += self._stops.feed(self._decoder.flush()) + self._stops.finish()
-        self.ids += taken
-        self.rounds += rounds
-        self.done, self.reason = bool(reason), reason.public or ""
-        self.times.setdefault("first", _now())
-        if self.done:
-            self.times["last"] = _now()
-        kept = None if logprobs is None else list(logprobs[: len(taken)])
-        best = None if top is None else list(top[: len(taken)])
-        return Delta(self.number, taken, kept, text, reason.public, best, rounds)
-
-    def seconds(self, start: str, end: str) -> float:
-        """Seconds between two of its moments, without those spent compiling."""
-        (a, compiled_a), (b, compiled_b) = self.times[start], self.times[end]
-        return max(b - a - (compiled_b - compiled_a), 0.0)
 
 
 class Engine:
@@ -173,14 +97,14 @@ class Engine:
             source: a state of one slot that every request continues.
         """
         self.params, self.sizes, self.mode = params, sizes, mode
-        self.running: dict[int, _Running] = {}
-        self.finished: dict[int, _Running] = {}
+        self.running: dict[int, Running] = {}
+        self.finished: dict[int, Running] = {}
         self.rounds = self.prefills = 0
         self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
         # static arguments of the programs
         self._wanted: dict[str, Any] = {"logprobs": logprobs or top > 0, "top": top}
         # whose prompt is not complete, the next to be fed first
-        self._feeding: collections.deque[_Running] = collections.deque()
+        self._feeding: collections.deque[Running] = collections.deque()
         # of the last prefill steps, to wait for
         self._fed: collections.deque[Array] = collections.deque(maxlen=2)
         self._source = source
@@ -205,7 +129,7 @@ class Engine:
         )
         self._round_fields = fields_of(self._room)
         self._first_fields = fields_of(empty(sizes.slots, 0, **self._wanted))
-        self._unread: collections.deque[tuple[list[_Running], Sent]] = collections.deque()
+        self._unread: collections.deque[tuple[list[Running], Sent]] = collections.deque()
 
     @property
     def free(self) -> int:
@@ -245,7 +169,7 @@ class Engine:
         self.state, self._controls = _occupy(
             self.params, self.state, self._controls, self._source, jnp.int32(slot), controls
         )
-        self.running[slot] = _Running(number, request, slot, self._tokenizer)
+        self.running[slot] = Running(number, request, slot, self._tokenizer)
         self._feeding.append(self.running[slot])
 
     def cancel(self, number: int) -> None:
@@ -299,7 +223,7 @@ class Engine:
             slots[i], count[i], complete[i] = row.slot, len(part), not row.to_feed
             tokens[i, : len(part)] = part
             if complete[i]:
-                row.times["begun"] = _now()
+                row.times["begun"] = now()
             else:
                 self._feeding.append(row)
         self.state, self._controls, self._active, words = _prefill_and_begin(
@@ -319,7 +243,7 @@ class Engine:
         if begun:
             self._unread.append((begun, Sent(words, self._first_fields)))
 
-    def _read(self, rows: list[_Running], sent: Sent) -> Iterator[Delta]:
+    def _read(self, rows: list[Running], sent: Sent) -> Iterator[Delta]:
         """Hands out a burst; frees the slots of requests that ended with it."""
         fields = sent.read()
         for row in rows:
@@ -335,7 +259,7 @@ class Engine:
                 self._release(row)
             yield delta
 
-    def _release(self, row: _Running) -> None:
+    def _release(self, row: Running) -> None:
         """Frees the slot of a request that has ended."""
         self._active = _stop(self._active, jnp.int32(row.slot))
         self.finished[row.number] = row
@@ -402,8 +326,3 @@ def _prefill_and_begin(
 @functools.partial(jax.jit, donate_argnums=0)
 def _stop(active: Bool[Array, " S"], slot: Int[Array, ""]) -> Bool[Array, " S"]:
     return active.at[slot].set(False)
-
-
-def _now() -> tuple[float, float]:
-    """Wall seconds, and seconds spent compiling so far."""
-    return time.perf_counter(), clock.seconds

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from qwen4jax.ablation import IndexShare
-from qwen4jax.decode.batching import Delta, Engine
+from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.call import (
     Call,
     bucket,
@@ -25,6 +25,7 @@ from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.portable import extract, graft
 from qwen4jax.decode.prefill import prefill as feed_prompts
 from qwen4jax.decode.requests import Completion, Request, Timings, Usage, prompt_ids
+from qwen4jax.decode.running import Delta
 from qwen4jax.decode.sampling import Sampling
 from qwen4jax.forward_pass import check_capture, forward
 from qwen4jax.params import Params

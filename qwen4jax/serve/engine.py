@@ -11,8 +11,9 @@ from collections.abc import Callable
 import grpc
 import jax
 
-from qwen4jax.decode.batching import Delta, Engine
+from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.compiling import clock
+from qwen4jax.decode.running import Delta
 from qwen4jax.decode.score import Scoring
 from qwen4jax.serve.errors import CallError, internal, unavailable
 from qwen4jax.serve.jobs import Gain, GenerateJob, Job, ScoreJob, Times

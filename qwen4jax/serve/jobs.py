@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from qwen4jax.decode.batching import Delta
 from qwen4jax.decode.requests import Request
+from qwen4jax.decode.running import Delta
 from qwen4jax.decode.score import Score
 from qwen4jax.serve.errors import CallError
 from qwen4jax.serve.faults import Fault

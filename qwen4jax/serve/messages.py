@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from qwen4jax.decode.batching import Delta
+from qwen4jax.decode.running import Delta
 from qwen4jax.decode.score import Score, bits_per_byte
 from qwen4jax.serve.jobs import Gain, Times
 from qwen4jax.serve.model import NAMED_IDS, STOP_IDS, Served

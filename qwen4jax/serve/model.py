@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from qwen4jax.config import Config
 from qwen4jax.decode.batching import Sizes
 from qwen4jax.decode.call import check_kv_dtype, drafts_of, eos_ids_of
 from qwen4jax.decode.sampling import Row, Sampling, make_controls
@@ -89,6 +90,13 @@ def load_served(options: Options, progress: Progress) -> Served:
         OptionsError: an option does not fit the model.
         ValueError: the checkpoint or its tokenizer is damaged; the file is named.
     """
+    if options.draft_vocab is not None:
+        # before anything is read, and by the name of the flag
+        size = Config.from_hf(options.model).vocab_size
+        if options.draft_vocab > size:
+            raise OptionsError(
+                f"--draft-vocab: {options.draft_vocab} is over the model's {size} ids"
+            )
     params, report = load_and_report(
         options.model,
         dtype=options.dtype,

@@ -123,6 +123,7 @@ class Options:
 
 _RANGES = dict(
     draft=(0, 7),
+    draft_vocab=(1, 2**31 - 1),
     max_slots=(1, 1024),
     max_context=(2, 2**31 - 1),
     queue=(0, 100_000),
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-dtype", choices=("bfloat16", "float32", "float8_e4m3fn"), help="of keys and values")
     add("--draft", metavar="N", type=int, help="draft tokens per round, 0 to 7 (3)")
     add("--draft-weights", choices=("fp8", "nvfp4"), help="of the draft head (as stored)")
-    add("--draft-vocab", type=int, metavar="N", help="ids that are drafted, the lowest (all)")
+    add("--draft-vocab", metavar="N", type=int, help="ids that are drafted, the lowest (all)")
     add("--index-share", choices=("fresh", "share", "share_frozen"))
     size = parser.add_argument_group("size")
     add = size.add_argument

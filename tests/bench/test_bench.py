@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bench import acceptance, report
+
 ROOT = Path(__file__).parents[2]
 FIELDS = (
     "config devices batch context draft acceptance round_ms verify_ms draft_ms commit_ms host_ms "
@@ -60,6 +64,37 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     assert record["device"] == "cpu"
     assert 3 <= record["tokens_per_round"] <= 4
     assert record["round_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--drafts fp4", "--drafts: 'fp4' is not one of stored, fp8, nvfp4"),
+        ("--drafts fp8:x", "--drafts: 'fp8:x': 'x' is no number of ids"),
+        ("--modes share,none", "--modes: ['none'] not in share, share_frozen"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments: str, message: str):
+    with pytest.raises(SystemExit, match="2"):
+        acceptance.main(["--text", "absent", *arguments.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_draft_options_are_of_the_released_geometry():
+    done = subprocess.run(
+        [sys.executable, "-m", *"bench.decode --config tiny --draft-vocab 9".split()],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--draft-weights, --draft-vocab: are of flash_next" in done.stderr
+
+
+def test_the_drafted_vocabulary_stands_in_the_report():
+    assert report._stored("x layers=4 kv=bf16 draft_vocab=9") == "kv=bf16 draft_vocab=9"
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen4jax.pallas.registry import operations
+from tests.compiled.compile_kernels import CHUNKS
 
 HERE = Path(__file__).parent
 H200 = (HERE / "h200.txtpb").read_text()
@@ -49,4 +50,7 @@ def test_every_kernel_compiles(kind: str, target: str, route: str):
         if name.startswith("triton")
     }
     assert set(found) == in_triton
-    assert all(kernels > 0 for _, kernels in found.values())
+    assert all(found.values())
+    assert all(kernels > 0 for cases in found.values() for _, kernels in cases)
+    for operation, names in CHUNKS.items():
+        assert set(names) <= {name for name, _ in found[f"{operation}/triton"]}

@@ -1,5 +1,6 @@
 """What fits is known by arithmetic, and refused before anything is allocated."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -38,6 +39,13 @@ def test_a_quantised_draft_head_is_counted_with_its_copies():
     assert copied.weights - plain.weights == pytest.approx(head - experts, rel=0.05)
 
 
+def test_a_cut_vocabulary_is_counted_with_its_rows():
+    stored = dataclasses.replace(RELEASED.quantization, draft_vocab=1000)
+    config = RELEASED.replace(quantization=stored)
+    plain, cut = (capacity.plan_memory(c, slots=1, max_length=64) for c in (RELEASED, config))
+    assert cut.weights - plain.weights == 1000 * RELEASED.hidden_size * 2
+
+
 @pytest.mark.parametrize("slots", [1, 32])
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 def test_the_longest_context_fits_and_a_page_more_does_not(slots: int, kv_dtype: str | None):
@@ -73,6 +81,11 @@ def test_wrong_options_are_named(arguments: list[str], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         capacity.main(arguments)
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_number_of_ids_that_the_model_lacks(capsys: pytest.CaptureFixture[str]):
+    assert capacity.main([str(embedded_checkpoint()), "--draft-vocab", "100000"]) == 2
+    assert "draft_vocab: 100000 is not in 1.." in capsys.readouterr().err
 
 
 def test_a_directory_without_a_model(tmp_path, capsys: pytest.CaptureFixture[str]):

@@ -192,10 +192,10 @@ def test_a_cut_between_calls_changes_nothing_much(implementation):
     np.testing.assert_array_equal(f64(state.conv), f64(after.conv))
 
 
-@pytest.mark.parametrize("form", ["chunks", "steps"])
+@pytest.mark.parametrize("form", ["chunks", "steps", "triton"])
 def test_two_thousand_tokens_stay_near_float64(form):
     """NUM-11: bfloat16 inputs, error of the state under 2e-3 of it and not growing."""
-    source = case_inputs("chunks", "bfloat16")
+    source = case_inputs("chunks", "tensor_every_count" if form == "triton" else "bfloat16")
     rng = np.random.default_rng(11)
     length, marks = 2000, (500, 1000, 1500, 2000)
     inputs = source | {"state": jax.tree.map(lambda x: x[:1], source["state"])}
@@ -225,6 +225,14 @@ def test_two_thousand_tokens_stay_near_float64(form):
     if form == "steps":
         states = by_steps(tokens, inputs["state"])
         found = [states[m - 1, 0] for m in marks]
+    elif form == "triton":
+        # in pieces, since the interpreter takes its time
+        state, found = inputs["state"], []
+        for mark in marks:
+            piece = {n: x[:, mark - 500 : mark] for n, x in tokens.items()}
+            given = fixed | piece | dict(state=state, count=jnp.full(1, 500, jnp.int32))
+            state = call(chunks, given, "triton")[1]
+            found.append(state.recurrent[0])
     else:
         found = [by_chunks(tokens, inputs["state"], jnp.full(1, m))[0] for m in marks]
     errors = []

@@ -79,6 +79,16 @@ def test_a_router_keeps_a_rows_nan_to_that_row():
     assert not np.asarray(counter).any()
 
 
+@pytest.mark.parametrize("name", ["nvfp4_sorted", "bfloat16_sorted"])
+def test_many_tokens_keep_a_rows_nan_to_that_row(name: str):
+    """Of the first token, whose row the columns of pairs that are none get."""
+    inputs = next(c for c in CASES if c.function == "experts" and c.name == name).inputs()
+    want = call(experts, inputs, "triton")
+    got = call(experts, inputs | {"x": inputs["x"].at[0].set(jnp.nan)}, "triton")
+    assert np.isnan(f64(got)[0]).all()
+    np.testing.assert_array_equal(f64(got)[1:], f64(want)[1:])
+
+
 # NumPy's, in the interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
@@ -147,16 +157,21 @@ def test_hidden_values_are_rounded_to_the_activations_dtype():
     np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-4)
 
 
+def every_code(rows: int) -> quant.Nvfp4:
+    """A matrix [1, rows, 128] of all 16 codes in each scale group, with all 256 scales."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), 8)
+    packed = np.tile(codes[::2] | codes[1::2] << 4, (1, rows, 1))
+    scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
+    return quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
+
+
 def test_nvfp4_products_are_exact_in_the_kernel():
     """All 16 codes with all 256 scales, NaN among them, against float64: no bit differs."""
     from qwen4jax.pallas.moe.triton_down import down_kernel
     from tests.pallas.triton_interpreter import interpret
 
     tokens, rows, columns = 8, 64, 128
-    codes = np.tile(np.arange(16, dtype=np.uint8), 8)
-    packed = np.tile(codes[::2] | codes[1::2] << 4, (1, rows, 1))
-    scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
-    down = quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
+    down = every_code(rows)
     want = values(down)[0]
     size = dict(C=128, L=64, FORM="nvfp4", W=4, AHEAD=1, SHARED=0, LISTED=0, SUM=1)
     for code in range(16):
@@ -197,10 +212,7 @@ def test_nvfp4_products_of_many_tokens_are_exact_in_the_kernel():
     from tests.pallas.triton_interpreter import interpret
 
     pairs, rows, columns = 128, 128, 128
-    codes = np.tile(np.arange(16, dtype=np.uint8), 8)
-    packed = np.tile(codes[::2] | codes[1::2] << 4, (1, rows, 1))
-    scales = np.resize(np.arange(256, dtype=np.uint8), (1, rows, 8)).view(ml_dtypes.float8_e4m3fn)
-    down = quant.Nvfp4(packed, scales, np.array([0.25], np.float32))
+    down = every_code(rows)
     tiles = quant.TiledNvfp4.of(down)
     hidden = np.eye(pairs, dtype=ml_dtypes.bfloat16)
     (parts,) = interpret(

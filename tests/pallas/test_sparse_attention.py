@@ -149,6 +149,14 @@ def test_many_queries_look_where_their_selection_ends(monkeypatch, name):
     inputs = next(c for c in CASES if c.name == name).inputs()
     for constant, value in dict(SPLITS=(), _TILE=16, _MANY=0).items():
         monkeypatch.setattr(kernels, constant, value)
+    ends, call_kernel = [], kernels.triton_call
+
+    def seen(*arrays: Any, **more: Any) -> Any:
+        ends.append(more["ENDS"])
+        return call_kernel(*arrays, **more)
+
+    monkeypatch.setattr(kernels, "triton_call", seen)
     inputs["slots"] = jnp.pad(inputs["slots"], ((0, 0), (0, 0), (0, 40)), constant_values=-1)
     got = call(sparse_attention, inputs, "triton")
+    assert ends == [True]
     assert_matches(got, attention64(**inputs), share=3e-6)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from qwen4jax.serve.client import Client, ServerError
+from qwen4jax.serve.model import load_served
+from qwen4jax.serve.options import parse
 from tests.serve.running import ROOT, RunningServer, in_background
 
 Ids = Callable[..., list[int]]
@@ -98,12 +100,22 @@ def test_ports_that_are_taken(start: Start, server: RunningServer):
             assert other.lines[-1]["event"].startswith("--metrics-port: ")
 
 
-def test_options_that_do_not_fit_the_model(start: Start):
-    with start("--max-context", "100000") as server:
+@pytest.mark.parametrize("flag", ["--max-context", "--draft-vocab"])
+def test_options_that_do_not_fit_the_model(start: Start, flag: str):
+    with start(flag, "100000") as server:
         assert server.exit_code() == 2
         events = [line["event"] for line in server.lines]
-        assert any("--max-context: 100000 is over the model's" in event for event in events)
+        assert any(f"{flag}: 100000 is over the model's" in event for event in events)
         assert not any("trace" in line for line in server.lines)
+
+
+def test_drafts_among_the_lowest_ids(model: Path):
+    options = parse(["--model", str(model), *"--draft-vocab 300 --draft-weights fp8".split()])
+    params = load_served(options, lambda done, total: None).params
+    assert params.mtp is not None
+    assert params.mtp.lm_head is not None
+    assert params.mtp.lm_head.shape[0] == 300
+    assert params.config.quantization.draft == "fp8"
 
 
 def run(*command: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

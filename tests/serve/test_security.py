@@ -125,6 +125,7 @@ def test_certificates_and_tokens(start: Start, tmp_path: Path):
         ("--token-file /absent", "--token-file: /absent is no file"),
         ("--max-slots 0", "--max-slots: 0 is not in 1..1024"),
         ("--draft 8", "--draft: 8 is not in 0..7"),
+        ("--draft-vocab 0", "--draft-vocab: 0 is not in 1.."),
         ("--port 65536", "--port: 65536 is not in 0..65535"),
         ("--model /absent", "--model: /absent is no directory"),
     ],

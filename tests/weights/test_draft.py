@@ -11,6 +11,7 @@ from qwen4jax.weights.draft import lighten_draft
 from qwen4jax.weights.embedded import embedded_checkpoint
 from qwen4jax.weights.load import load
 from qwen4jax.weights.save import save
+from qwen4jax.weights.store import restore, store
 from tests.decode.small import DRAWN, GREEDY, ids, params
 
 
@@ -79,6 +80,17 @@ def test_only_low_ids_are_drafted_and_output_ids_stay(form):
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     # the model itself gives higher ids
     assert max(max(one.token_ids) for one in expected) >= vocab
+
+
+@pytest.mark.parametrize("form", [None, "fp8"])
+def test_a_store_keeps_a_cut_vocabulary(form, tmp_path):
+    made = lighten_draft(params(), form, 100)
+    store(made, tmp_path / "store")
+    kept = restore(tmp_path / "store")
+    assert kept.config == made.config
+    assert jax.tree.structure(kept) == jax.tree.structure(made)
+    for one, other in zip(jax.tree.leaves(kept.mtp), jax.tree.leaves(made.mtp), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 @pytest.mark.parametrize("vocab", [0, -3, 1 << 40, True, 2.5])

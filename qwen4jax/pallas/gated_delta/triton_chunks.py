@@ -218,7 +218,8 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     """See `qwen4jax.pallas.gated_delta.chunks`."""
     rows, places, width = qkv.shape
     _, heads, key, value = state.recurrent.shape
-    number = triton.cdiv(places, 64)
+    size = CHUNK.value
+    number = triton.cdiv(places, size)
     like = jax.ShapeDtypeStruct
     label = f"{rows}x{places}"
     channels = min(_CONV_CHANNELS, triton.next_power_of_2(width))
@@ -227,11 +228,11 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         kernel=convolve_kernel,
         name=f"gated_delta_convolve_{label}",
         out=(
-            like((rows, number * 64, width), qkv.dtype),
+            like((rows, number * size, width), qkv.dtype),
             like(state.conv.shape, state.conv.dtype),
         ),
-        grid=(triton.cdiv(width, channels), number * (64 // _CONV_TOKENS), rows),
-        T=places, PADDED=number * 64, C=width, TB=_CONV_TOKENS, CB=channels,
+        grid=(triton.cdiv(width, channels), number * (size // _CONV_TOKENS), rows),
+        T=places, PADDED=number * size, C=width, TB=_CONV_TOKENS, CB=channels,
     )  # fmt: skip
     sizes = dict(T=places, N=number, H=key_heads, V=heads, K=key, C=width)
     narrow, solve, mixing, scales = triton_call(
@@ -239,10 +240,10 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         kernel=prepare_kernel,
         name=f"gated_delta_prepare_{label}",
         out=(
-            like((rows, number * 64, 2, key_heads, key), jnp.float16),
-            like((rows, number, heads, 64, 64), jnp.float32),
-            like((rows, number, heads, 64, 64), jnp.float16),
-            like((rows, number, heads, 4, 64), jnp.float32),
+            like((rows, number * size, 2, key_heads, key), jnp.float16),
+            like((rows, number, heads, size, size), jnp.float32),
+            like((rows, number, heads, size, size), jnp.float16),
+            like((rows, number, heads, 4, size), jnp.float32),
         ),
         grid=(number, heads, rows),
         num_warps=_PREPARE_WARPS,

@@ -42,12 +42,17 @@ def split(columns: int, chunk: int) -> int:
     return next(w for w in (4, 2, 1) if columns % (chunk * w) == 0)
 
 
+def power_of_2(n: int) -> int:
+    """The next from `n` on."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
     """Tiles of up to `rows` pairs of one expert that there are at most."""
     return (pairs + (rows - 1) * min(pairs, experts)) // rows
 
 
-def parts(w):
+def stored_arrays(w):
     """The stored arrays of experts' matrices: weights, scales, scales of matrices."""
     if isinstance(w, quant.TiledNvfp4):
         return w.weight, w.weight_scale, w.weight_scale_2
@@ -89,8 +94,8 @@ def refuses_router(x, gate, shared_gate, k, counter, *, renormalize):
     if hidden % ROUTER_CHUNK:
         return f"needs a hidden size in multiples of {ROUTER_CHUNK}, not {hidden}"
     splits, warps = router_cut(hidden)
-    if hidden // (ROUTER_CHUNK * splits * warps) > _ROUTER_STEPS:
-        return f"is for rows of up to {_ROUTER_STEPS} steps of a warp"
+    if (steps := hidden // (ROUTER_CHUNK * splits * warps)) > _ROUTER_STEPS:
+        return f"is for rows of up to {_ROUTER_STEPS} steps of a warp, {hidden} columns are {steps}"
     return None
 
 

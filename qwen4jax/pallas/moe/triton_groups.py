@@ -7,7 +7,8 @@ expert's matrices are read once for all of them.
 Up to 8 tokens need no list: a program has a pair, and looks for the others among all, while its
 first weights are under way. More tokens are listed by a kernel of their own, without gaps: at 128
 tokens about 470 of 1,280 pairs lead a tile, and a program that must look through all pairs to learn
-that it has nothing to do takes as long as one that reads weights.
+that it has nothing to do takes as long as one that reads weights. Above `limits.MOST_FEW` tokens
+tiles are larger, and others list them (`triton_many_lists.py`).
 """
 
 import triton

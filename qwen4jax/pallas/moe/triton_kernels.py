@@ -11,15 +11,13 @@ from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
 from qwen4jax.pallas.moe.triton_route import route_kernel
 from qwen4jax.pallas.moe.triton_router import router_kernel
-from qwen4jax.pallas.moe.triton_sum import combine_kernel
+from qwen4jax.pallas.moe.triton_sum import COMBINED, combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # steps of gate/up and of down whose weights are asked for ahead of use: with few tokens, and with
 # tiles from a list, which keep the GPU's memory busy for longer than it takes to fill registers
 AHEAD_FEW = 1, 2
 AHEAD_LISTED = 2, 3
-# columns of a program that adds up the choices
-COMBINE = 512
 
 
 def route(logits, k, *, renormalize):
@@ -39,17 +37,14 @@ def route(logits, k, *, renormalize):
         num_stages=1,
         E=experts_,
         K=k,
-        EP=_power_of_2(experts_),
-        KP=_power_of_2(k),
+        EP=limits.power_of_2(experts_),
+        KP=limits.power_of_2(k),
         RENORMALIZE=renormalize,
     )
 
 
-def router(x, gate, shared_gate, k, counter, *, renormalize, cut: tuple[int, int] | None = None):
-    """See `qwen4jax.pallas.moe.router`; `limits.refuses_router` says what it takes.
-
-    `cut` is for measurements of others than `limits.router_cut`'s.
-    """
+def router(x, gate, shared_gate, k, counter, *, renormalize):
+    """See `qwen4jax.pallas.moe.router`; `limits.refuses_router` says what it takes."""
     tokens, hidden = x.shape
     experts_ = gate.shape[0]
     place, alone = (tokens, k), (tokens, 1)
@@ -60,7 +55,7 @@ def router(x, gate, shared_gate, k, counter, *, renormalize, cut: tuple[int, int
     )
     if tokens == 0:
         return jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), chosen), counter
-    splits, warps = cut or limits.router_cut(hidden)
+    splits, warps = limits.router_cut(hidden)
     rows = limits.ROUTER_ROWS
     parts = jax.ShapeDtypeStruct((splits, tokens, experts_ + rows), jnp.float32)
     counter, _, chosen = triton_call(
@@ -79,9 +74,9 @@ def router(x, gate, shared_gate, k, counter, *, renormalize, cut: tuple[int, int
         E=experts_,
         D=hidden,
         K=k,
-        R=_power_of_2(-(-experts_ // 128)),
-        G=_power_of_2(-(-min(tokens, 8) // warps)),
-        KP=_power_of_2(k),
+        R=limits.power_of_2(-(-experts_ // 128)),
+        G=limits.power_of_2(-(-min(tokens, 8) // warps)),
+        KP=limits.power_of_2(k),
         SPLITS=splits,
         STEPS=hidden // (limits.ROUTER_CHUNK * splits * warps),
         W=warps,
@@ -110,7 +105,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     size: dict[str, Any] = dict(T=tokens, K=choices, D=hidden, SHARED=groups)
     common: dict[str, Any] = size | dict(
         num_stages=1,
-        KP=_power_of_2(choices),
+        KP=limits.power_of_2(choices),
         F=width,
         C=columns,
         L=elements,
@@ -119,12 +114,12 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     )
     rows = tokens * choices + (tokens if groups else 0)
     blocks = hidden // (16 * limits.DOWN_WARPS)
-    counters = _power_of_2(blocks)
+    counters = limits.power_of_2(blocks)
     warps = limits.split(hidden, columns)
     h, counter = triton_call(
         x,
         *which,
-        *limits.parts(gate_up),
+        *limits.stored_arrays(gate_up),
         gate,
         up,
         kernel=gate_up_kernel,
@@ -145,7 +140,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     _, parts, out = triton_call(
         h,
         *which,
-        *limits.parts(down),
+        *limits.stored_arrays(down),
         own_down,
         weights,
         logit,
@@ -158,7 +153,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         aliases={9: 0},
         W=warps,
         AHEAD=min(down_ahead, width // columns),
-        TP=_power_of_2(tokens),
+        TP=limits.power_of_2(tokens),
         SUM=summed,
         PLACES=places,
         **common,
@@ -173,9 +168,9 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         kernel=combine_kernel,
         name=f"experts_sum_{tokens}x{choices}x{hidden}",
         out=total,
-        grid=(-(-hidden // COMBINE), tokens),
+        grid=(-(-hidden // COMBINED), tokens),
         num_warps=4,
-        BLOCK=COMBINE,
+        BLOCK=COMBINED,
         OWN=ids.size,
         **size,
     )
@@ -221,16 +216,11 @@ def _listed(ids, experts_):
         num_warps=4,
         T=tokens,
         K=choices,
-        TP=_power_of_2(tokens),
-        KP=_power_of_2(choices),
+        TP=limits.power_of_2(tokens),
+        KP=limits.power_of_2(choices),
         E=experts_,
-        EP=_power_of_2(experts_ + 1),
+        EP=limits.power_of_2(experts_ + 1),
         TILES=tiles,
         EACH=each,
-        EACHP=_power_of_2(each),
+        EACHP=limits.power_of_2(each),
     )
-
-
-def _power_of_2(n: int) -> int:
-    """The next from `n` on."""
-    return 1 << max(n - 1, 0).bit_length()

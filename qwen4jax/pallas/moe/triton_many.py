@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qwen4jax.pallas.moe import limits, reference
 from qwen4jax.pallas.moe.triton_many_lists import list_kernel, match_kernel
 from qwen4jax.pallas.moe.triton_many_products import down_many_kernel, gate_up_many_kernel
-from qwen4jax.pallas.moe.triton_sum import combine_kernel
+from qwen4jax.pallas.moe.triton_sum import COMBINED, combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # stored form -> columns of a step, and their elements in a row of the stored array
@@ -22,8 +22,6 @@ MATCH_TOKENS, MATCH_EXPERTS, LIST_TOKENS = 32, 128, 2048
 LEAST_ROWS, MOST_ROWS, SPARE = 16, 128, 1.5
 # of the products' pipelines
 STAGES = 3
-# columns of a program that adds up the choices
-COMBINE = 512
 # of the experts' results before they are added up
 PARTS = jnp.float32
 
@@ -53,7 +51,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         ordered(x, form),
         experts_,
         pairs,
-        *limits.parts(gate_up),
+        *limits.stored_arrays(gate_up),
         kernel=gate_up_many_kernel,
         name=f"experts_many_gate_up_{size}x{width}x{hidden}",
         out=jax.ShapeDtypeStruct((ids.size, width), x.dtype),
@@ -65,7 +63,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         h,
         experts_,
         pairs,
-        *limits.parts(down),
+        *limits.stored_arrays(down),
         kernel=down_many_kernel,
         name=f"experts_many_down_{size}x{hidden}x{width}",
         out=jax.ShapeDtypeStruct((ids.size, hidden), PARTS),
@@ -81,9 +79,9 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         kernel=combine_kernel,
         name=f"experts_many_sum_{tokens}x{choices}x{hidden}",
         out=jax.ShapeDtypeStruct(x.shape, out_dtype),
-        grid=(-(-hidden // COMBINE), tokens),
+        grid=(-(-hidden // COMBINED), tokens),
         num_warps=4,
-        BLOCK=COMBINE,
+        BLOCK=COMBINED,
         T=tokens,
         K=choices,
         D=hidden,
@@ -118,7 +116,7 @@ def lists(ids: jax.Array, experts_: int, rows: int) -> tuple[jax.Array, jax.Arra
     tokens, choices = ids.shape
     blocks = -(-tokens // MATCH_TOKENS)
     stride = blocks * MATCH_TOKENS
-    block = min(MATCH_EXPERTS, _power_of_2(experts_))
+    block = min(MATCH_EXPERTS, limits.power_of_2(experts_))
     found, counts = triton_call(
         ids,
         kernel=match_kernel,
@@ -152,14 +150,14 @@ def lists(ids: jax.Array, experts_: int, rows: int) -> tuple[jax.Array, jax.Arra
         T=tokens,
         K=choices,
         E=experts_,
-        EP=_power_of_2(experts_),
+        EP=limits.power_of_2(experts_),
         STRIDE=stride,
-        CHUNK=min(LIST_TOKENS, _power_of_2(tokens)),
+        CHUNK=min(LIST_TOKENS, limits.power_of_2(tokens)),
         ROWS=rows,
         TILES=tiles,
-        OWNP=_power_of_2(-(-tokens // rows)),
+        OWNP=limits.power_of_2(-(-tokens // rows)),
         EACH=each,
-        EACHP=_power_of_2(each),
+        EACHP=limits.power_of_2(each),
     )
 
 
@@ -167,8 +165,3 @@ def _shared(x, shared):
     """The shared expert's part of each token, before its share, float32."""
     gate, up, down, _ = shared
     return reference.plain_expert(x, gate, up, down)
-
-
-def _power_of_2(n: int) -> int:
-    """The next from `n` on."""
-    return 1 << max(n - 1, 0).bit_length()

@@ -30,8 +30,8 @@ def route_kernel(
     logit = tl.load(logits + token * E + e, e < E, -float("inf")).to(tl.float32)
     shares = tl.exp(logit - tl.max(logit, 0))
     shares = shares / tl.sum(shares, 0)
-    # a negative number is never chosen, there are always K experts left that have none: not even
-    # of a row of NaN, whose sign is not looked at
+    # a negative number is never chosen, for there are always K experts left that have none; NaN
+    # loses its sign, so that this holds of a row of it, too
     bits = tl.where(e < E, shares.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     chosen = tl.zeros((KP,), tl.int32)
     values = tl.zeros((KP,), tl.int32)

@@ -4,6 +4,9 @@
 import triton
 import triton.language as tl
 
+# columns of a program of `combine_kernel`
+COMBINED = 512
+
 
 @triton.jit
 def total(

@@ -1,0 +1,120 @@
+"""What the kernels of chunks and of the router do not take is refused in words."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qwen4jax.pallas import compress_and_store, registry
+from qwen4jax.pallas.cases import Case
+from qwen4jax.pallas.gated_delta import chunks
+from qwen4jax.pallas.gated_delta.cases import CASES as GATED_DELTA
+from qwen4jax.pallas.moe import Shared, experts, router
+from qwen4jax.pallas.sparse_attention import sparse_attention
+from qwen4jax.pallas.sparse_attention.cases import CASES as SPARSE_ATTENTION
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def refused(reason: str, function: Any, *inputs: Any, implementation="triton", **more: Any) -> None:
+    """Traces a call, for which no array has to be there."""
+
+    def traced(*arrays: Any) -> Any:
+        return function(*arrays, implementation=implementation, **more)
+
+    with registry.using(device="NVIDIA H200"), pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(traced, *inputs)
+
+
+def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def inputs_of(cases: tuple[Case, ...], name: str) -> dict[str, Any]:
+    return next(c for c in cases if c.name == name).inputs()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "hidden", "width", "reason"),
+    [
+        (129, 2, 192, 128, "hidden size in multiples of 128 for many tokens, not 192"),
+        (129, 2, 128, 96, "width of the experts in multiples of 64 for many tokens, not 96"),
+        (65536, 2, 128, 64, "for fewer tokens"),
+        (65535, 10, 4096, 64, "for fewer tokens"),
+        (129, 128, 128, 64, "up to 127 choices"),
+        # the last number of tokens to which the other rule applies
+        (128, 2, 96, 32, "hidden size in multiples of 64, not 96"),
+    ],
+)
+def test_experts(tokens: int, choices: int, hidden: int, width: int, reason: str):
+    chosen = shape(tokens, choices, dtype=jnp.int32), shape(tokens, choices, dtype=F32)
+    matrices = shape(256, 2, width, hidden), shape(256, hidden, width)
+    refused(reason, experts, shape(tokens, hidden), *chosen, *matrices)
+
+
+@pytest.mark.parametrize("tokens", [8, 129])
+def test_a_shared_expert_in_float32(tokens: int):
+    up, down = shape(128, 128, dtype=F32), shape(128, 128, dtype=F32)
+    shared = Shared(up, up, down, shape(tokens, 1, dtype=F32))
+    chosen = shape(tokens, 2, dtype=jnp.int32), shape(tokens, 2, dtype=F32)
+    matrices = shape(4, 2, 128, 128), shape(4, 128, 128)
+    reason = "shared expert in bfloat16"
+    refused(reason, experts, shape(tokens, 128), *chosen, *matrices, shared)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "hidden", "dtype", "reason"),
+    [
+        (4, 32, 64, F32, "in bfloat16"),
+        (33, 32, 64, BF16, "up to 32 tokens, these are 33"),
+        (4, 24, 64, BF16, "in multiples of 16, not 24"),
+        (4, 2064, 64, BF16, "up to 2048 experts in multiples of 16, not 2064"),
+        (4, 32, 48, BF16, "hidden size in multiples of 32, not 48"),
+        (4, 32, 5632, BF16, "up to 10 steps of a warp, 5632 columns are 11"),
+    ],
+)
+def test_the_router(tokens: int, count: int, hidden: int, dtype: Any, reason: str):
+    def three(x: Any, gate: Any, shared_gate: Any, **more: Any) -> Any:
+        return router(x, gate, shared_gate, 2, renormalize=True, **more)
+
+    sizes = (tokens, hidden), (count, hidden), (1, hidden)
+    refused(reason, three, *(shape(*size, dtype=dtype) for size in sizes))
+
+
+def test_chunks_of_gated_delta_net():
+    inputs = inputs_of(GATED_DELTA, "tensor_few_places")
+    arrays = [inputs[name] for name in ("qkv", "z", "a", "b", "weights", "state", "count")]
+    static = {name: inputs[name] for name in ("key_heads", "activation", "eps")}
+    qkv, weights, state = inputs["qkv"], inputs["weights"], inputs["state"]
+    refused("bfloat16 projections", chunks, qkv.astype(F32), *arrays[1:], **static)
+    taps = dataclasses.replace(weights, conv1d=weights.conv1d[:, :3])
+    refused("4 taps, not 3", chunks, *arrays[:4], taps, *arrays[5:], **static)
+    small = dataclasses.replace(state, recurrent=state.recurrent[:, :, :8])
+    refused("at least 16 channels", chunks, *arrays[:5], small, *arrays[6:], **static)
+    odd = dataclasses.replace(state, recurrent=jnp.concatenate([state.recurrent] * 3, axis=2))
+    refused("a power of two", chunks, *arrays[:5], odd, *arrays[6:], **static)
+
+
+def test_keys_of_a_chunk():
+    reason = compress_and_store.limits.refuses(
+        None, shape(1, 65536, 8), *[None] * 5, ratio=4, eps=1e-6
+    )
+    assert reason == "is for up to 65535 tokens of a row, not 65536"
+
+
+def test_queries_that_read_together():
+    inputs = inputs_of(SPARSE_ATTENTION, "chunk_of_a_prompt")
+    query, slots, table = (inputs[name] for name in ("query", "slots", "page_table"))
+
+    def attend(reason: str, key: Any, *more: Any, heads: int = query.shape[2]) -> None:
+        wide = shape(*query.shape[:2], heads, query.shape[3])
+        given = (wide, wide, key, key, slots, *more)
+        refused(reason, sparse_attention, *given, implementation="triton_together")
+
+    key = inputs["key"]
+    attend("with a page table", key)
+    attend("up to 16 query heads of a kv head, not 17", key, table, heads=17 * key.shape[2])
+    attend("not of 12", shape(4, 12, *key.shape[2:]), table)
+    attend("up to 134217728 tokens", shape(1 << 22, 64, *key.shape[2:]), table)
