@@ -34,7 +34,12 @@ TUNING = (
     "columns of the sum; `packed` reads as many bytes in the order of the tiles, so that its time"
     " tells and its result does not (error 9.99). Of the commit: k rows of a state and w warps of"
     " a program. Projections are since cut as v_m0n16k256w1s5, the selection as v_warps8, the "
-    "commit as v_k32_w8; experts' weights are packed where v_packed tells why."
+    "commit as v_k32_w8; experts' weights are packed where v_packed tells why. Experts from 9 "
+    "tokens on ask ahead as v_g2_d3; the boundary is v_few_asks up to 8 rows and v_many_quiet "
+    "above, from 17 rows on as v_many_apart.\n\n"
+    "`choices.jsonl` has rounds of 46c1bc5 at batch 1 with named implementations, what is too short "
+    "to be timed alone: with the router in one launch a round takes 8.20 ms, in two 8.34; with the "
+    "boundary as v_few_asks 8.18, as v_many_quiet 8.26 and 106 kernels more."
 )
 
 

@@ -44,14 +44,22 @@ def inputs_of(cases: tuple[Case, ...], name: str) -> dict[str, Any]:
         (65536, 2, 128, 64, "for fewer tokens"),
         (65535, 10, 4096, 64, "for fewer tokens"),
         (129, 128, 128, 64, "up to 127 choices"),
-        # the last number of tokens to which the other rule applies
-        (128, 2, 96, 32, "hidden size in multiples of 64, not 96"),
+        (128, 2, 128, 64, "more than 128 tokens, these are 128"),
     ],
 )
-def test_experts(tokens: int, choices: int, hidden: int, width: int, reason: str):
+def test_sorted_experts(tokens: int, choices: int, hidden: int, width: int, reason: str):
+    inputs = of_experts(tokens, choices, hidden, width)
+    refused(reason, experts, *inputs, implementation="triton_sorted")
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_experts(tokens: int):
+    refused("hidden size in multiples of 64, not 96", experts, *of_experts(tokens, 2, 96, 32))
+
+
+def of_experts(tokens: int, choices: int, hidden: int, width: int) -> tuple[Any, ...]:
     chosen = shape(tokens, choices, dtype=jnp.int32), shape(tokens, choices, dtype=F32)
-    matrices = shape(256, 2, width, hidden), shape(256, hidden, width)
-    refused(reason, experts, shape(tokens, hidden), *chosen, *matrices)
+    return shape(tokens, hidden), *chosen, shape(256, 2, width, hidden), shape(256, hidden, width)
 
 
 @pytest.mark.parametrize("tokens", [8, 129])
