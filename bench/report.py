@@ -38,8 +38,8 @@ TUNING = (
     "tokens on ask ahead as v_g2_d3; the boundary is v_few_asks up to 8 rows and v_many_quiet "
     "above, from 17 rows on as v_many_apart.\n\n"
     "`choices.jsonl` has rounds of 46c1bc5 at batch 1 with named implementations, what is too "
-    "short to be timed alone: with the router in one launch a round takes 8.20 ms, in two 8.34; with the "
-    "boundary as v_few_asks 8.18, as v_many_quiet 8.26 and 106 kernels more."
+    "short to be timed alone: with the router in one launch a round takes 8.20 ms, in two 8.34; "
+    "with the boundary as v_few_asks 8.18, as v_many_quiet 8.26 and 106 kernels more."
 )
 
 
