@@ -8,6 +8,7 @@ reference's, every difference of the package's own selection is a tie within `TI
 
 import dataclasses
 import functools
+import importlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,13 +20,14 @@ from safetensors.numpy import load_file
 
 from qwen4jax.config import SPARSE
 from qwen4jax.forward_pass import forward
-from qwen4jax.layers import attention
 from qwen4jax.layers.capture import Capture
 from qwen4jax.model import draft_step, head, read_out, step
 from qwen4jax.params import Params
 from qwen4jax.state import init_state
 from qwen4jax.weights.load import load
 
+# where the selection is made
+CHOOSING = importlib.import_module("qwen4jax.pallas.index_topk.select")
 HERE = Path(__file__).parent
 TIE = 1e-5
 # the narrowest lead of the best logit, relative to the largest, that settles an id
@@ -228,8 +230,8 @@ class broken_ties:
     def __init__(self, preferred: Any):
         self.preferred = preferred
         self.tied: list[jax.Array] = []
-        self.patch = mock.patch.object(attention, "index_topk", self.select)
-        self.own = attention.index_topk
+        self.patch = mock.patch.object(CHOOSING, "index_topk", self.select)
+        self.own = CHOOSING.index_topk
 
     def __enter__(self) -> list[jax.Array]:
         self.patch.start()

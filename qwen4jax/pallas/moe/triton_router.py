@@ -79,7 +79,7 @@ def _keys(logit, e):
     logit = logit.to(tl.bfloat16).to(tl.float32)
     # one zero
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & _MAGNITUDE)) & _LOGIT) | (_EXPERT - e)
+    return ((bits ^ ((bits >> 31) & _MAGNITUDE)) & _LOGIT) | (e ^ _EXPERT)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _choose(
     line = tl.arange(0, W * G)
     token = first + (line % G * W + line // G)[:, None]
     at, there = token * K + j, (token < T) & (j < K)
-    tl.store(ids + at, _EXPERT - (chosen & _EXPERT), there)
+    tl.store(ids + at, (chosen & _EXPERT) ^ _EXPERT, there)
     tl.store(shares + at, share, there)
     tl.store(shared + own, _sum(gate, SPLITS), own < T)
 
