@@ -7,7 +7,8 @@ of start and one latency. So every load of a program is under way before the fir
 no loop carries loads, and weights go straight from memory to the tensor cores' registers
 (`moe/triton_stored.py` says how), without shared memory. And `down` has the cache get the weights
 of `up`, so that memory does not rest between the launches: in a round of 4 rows that is 0.5 us of
-`down` against 1.1 us of `up` (together 13.2 us; the three launches of `triton_launches.py` 13.6).
+`down` against 1.1 us of `up` (together 13.2 us; the three launches of `triton_launches.py` are
+12.9, but the round is longer by 0.08 ms: `bench/results/nvidia-h200/choices.jsonl`).
 
 `down` multiplies 16 outputs by a stream. It adds the pending output to the streams, rounds them,
 and multiplies without the norm's factor, which is one number for each row and stream, and so

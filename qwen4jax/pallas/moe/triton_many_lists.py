@@ -7,7 +7,7 @@ expert once: the place of a pair is the start of the expert's tiles and the numb
 that chose it. Tokens choose an expert at most once, so there is nothing to sort, and the order (of
 experts, then of tokens) does not hang on which program comes first.
 
-8,192 tokens: 4 MB of bytes written and read, about 10 us beside the 1.1 ms of the products.
+8,192 tokens: 4 MB of bytes written and read, 2 us at 4.3 TB/s, beside 1.0 ms of products.
 """
 
 import triton
