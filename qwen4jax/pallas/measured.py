@@ -23,8 +23,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
-        # more than 128 tokens in parts, and parts of 128 were measured
-        "moe.experts": _TRITON,
+        "moe.experts": ((_VERIFY, ("triton", "triton_sorted")), (ANY, ("triton_sorted",))),
         "index_score": _TRITON,
         "index_topk": _TRITON,
         # consecutive queries of a prompt select much in common

@@ -49,8 +49,6 @@ EXPERTS = Operation(
             needs=("triton",),
             refuses=limits.refuses_experts,
         ),
-        # An H200 found its first form wrong (XLA's Triton: `triton_many_products.py`). This one is
-        # right in the interpreter and has not been compared on a device: it runs when named only.
         "triton_sorted": Kernel(
             "qwen4jax.pallas.moe.triton_many.experts",
             needs=("triton",),

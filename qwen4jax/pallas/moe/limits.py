@@ -10,6 +10,8 @@ CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
 DOWN_WARPS = 4
 # tokens up to which the kernels for few tokens run
 MOST_FEW = 128
+# tokens from which sorting their pairs can pay
+LEAST_SORTED = 64
 # tokens up to which a program finds its pairs itself: the columns of a tile
 FEW_TOKENS = 8
 # tokens up to which the last programs of down add up
@@ -101,14 +103,16 @@ def refuses_router(x, gate, shared_gate, k, counter, *, renormalize):
 
 def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """What keeps the Triton kernels that read experts once a tile from these arguments."""
+    if x.shape[0] > MOST_FEW:
+        return f"is for up to {MOST_FEW} tokens, these are {x.shape[0]}"
     reason = _refuses_forms(x, gate_up, down, shared)
     return reason or _refuses_sizes(x.shape[1], gate_up.shape[-2], form(gate_up) or "", shared)
 
 
 def refuses_sorted(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """What keeps the Triton kernels that sort pairs by expert from these arguments."""
-    if x.shape[0] <= MOST_FEW:
-        return f"is for more than {MOST_FEW} tokens, these are {x.shape[0]}"
+    if x.shape[0] < LEAST_SORTED:
+        return f"is for {LEAST_SORTED} tokens and more, these are {x.shape[0]}"
     reason = _refuses_forms(x, gate_up, down, shared)
     return reason or _refuses_many(ids, form(gate_up), x.shape[1], gate_up.shape[-2])
 

@@ -91,8 +91,6 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     width, choices = gate_up.shape[-2], ids.shape[1]
     if tokens == 0:
         return jnp.zeros(x.shape, out_dtype)
-    if tokens > limits.MOST_FEW:
-        return _in_parts(x, ids, weights, gate_up, down, shared, out_dtype)
     form = limits.form(gate_up) or ""
     columns, elements = limits.CHUNKS[form]
     gate_up_ahead, down_ahead = AHEAD_FEW if tokens <= limits.FEW_TOKENS else AHEAD_LISTED
@@ -174,29 +172,6 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         OWN=ids.size,
         **size,
     )
-
-
-def _in_parts(x, ids, weights, gate_up, down, shared, out_dtype):
-    """`experts` of equal parts of the tokens, as few as can be; the last tokens may be none."""
-    tokens, choices = ids.shape
-    number = -(-tokens // limits.MOST_FEW)
-    size = -(-tokens // number)
-    spare = number * size - tokens
-    logit = jnp.zeros((tokens, 1), jnp.float32) if shared is None else shared.logit
-
-    def cut(a: Any, rest: Any = 0) -> Any:
-        rest = jnp.broadcast_to(jnp.asarray(rest, a.dtype), (spare, a.shape[1]))
-        return jnp.concatenate([a, rest]).reshape(number, size, -1)
-
-    # a token's experts are distinct, and so are those of one that is not there
-    given = cut(x), cut(ids, jnp.arange(choices)), cut(weights), cut(logit)
-
-    def part(one):
-        x, ids, weights, logit = one
-        beside = None if shared is None else shared._replace(logit=logit)
-        return experts(x, ids, weights, gate_up, down, beside, out_dtype=out_dtype)
-
-    return jax.lax.map(part, given).reshape(-1, x.shape[1])[:tokens]
 
 
 def _listed(ids, experts_):
