@@ -1,5 +1,7 @@
 """Arithmetic that the reference operations share: float32 inside, one rounding at the end."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -17,6 +19,15 @@ def rounded(x: Float[Array, "*any"], dtype: jnp.dtype) -> Float[Array, "*any"]:
     if dtype == jnp.bfloat16:
         x = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)
+
+
+def alone(x: Array, w: Any) -> tuple[Array, Any]:
+    """Rows and weights of a product that XLA computes by itself.
+
+    It would make one product of several with the same rows, and copy their weights for it into one
+    matrix at every call.
+    """
+    return jax.lax.optimization_barrier((x, w))
 
 
 def rms_norm(

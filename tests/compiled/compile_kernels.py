@@ -3,7 +3,8 @@
 Run in a process of its own: `python compile_kernels.py KIND ROUTE < TARGET`, with KIND as JAX would
 call the device ("NVIDIA H200") and TARGET a description as XLA dumps it. For each implementation in
 Triton compiles the first large case that it takes, and those of `CHUNKS`. Prints a JSON object:
-operation -> cases, each with the kernels in XLA's program.
+operation -> cases, each with the kernels in XLA's program; and the reference's projections, without
+kernels, with the matrices that XLA puts together.
 """
 
 import importlib
@@ -18,6 +19,8 @@ from jax.experimental import topologies
 
 from qwen4jax.pallas import registry, triton_call
 from qwen4jax.pallas.cases import Case
+from qwen4jax.pallas.skinny_matmul import cases as skinny_matmul
+from qwen4jax.pallas.skinny_matmul import projections
 
 # chunks of prompts, for which an implementation has other kernels or options than for a round
 CHUNKS = {
@@ -26,6 +29,8 @@ CHUNKS = {
     "index_topk": ("released_best_chunk_of_2048_at_64k",),
     "sparse_attention": ("released_chunk_of_2048_at_64k",),
 }
+# several products of the same rows, which cuBLAS computes
+MANY_PROJECTIONS = "delta_in_32"
 
 
 def main(kind: str, route: Any) -> None:
@@ -54,6 +59,10 @@ def main(kind: str, route: Any) -> None:
                     kernels = re.findall(r'custom_call_target="([^"]*triton[^"]*)"', hlo)
                     found.append((case.name, len(kernels)))
             compiled[f"{operation.name}/{name}"] = found
+    together = next(c for c in skinny_matmul.CASES if c.name == MANY_PROJECTIONS)
+    with registry.using(device=kind):
+        hlo = compile_case(together, projections, "reference", here) or ""
+    compiled["reference"] = [(MANY_PROJECTIONS, len(re.findall(r" concatenate\(", hlo)))]
     print(json.dumps(compiled))
 
 

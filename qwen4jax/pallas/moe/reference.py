@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen4jax import quant
-from qwen4jax.numerics import EXACT
+from qwen4jax.numerics import EXACT, alone
 from qwen4jax.pallas.skinny_matmul.reference import projections
 
 # choices per expert up to which reading an expert once per choice beats a loop over all of them
@@ -75,7 +75,7 @@ def _shared_expert(x, gate, up, down, logit):
 
 def plain_expert(x, gate, up, down):
     """One expert [I, D], [I, D], [D, I] for all tokens, float32."""
-    h = jnp.stack([_dot("td,id->ti", x, gate), _dot("td,id->ti", x, up)], axis=-2)
+    h = jnp.stack([_dot("td,id->ti", *alone(x, w)) for w in (gate, up)], axis=-2)
     return _dot("ti,di->td", _activate(h).astype(x.dtype), down)
 
 

@@ -3,12 +3,13 @@
 import jax.numpy as jnp
 
 from qwen4jax import quant
-from qwen4jax.numerics import EXACT
+from qwen4jax.numerics import EXACT, alone
 
 
 def skinny_matmul(x, w, bias, *, out_dtype):
     """See `qwen4jax.pallas.skinny_matmul`."""
     precision = EXACT if x.dtype == jnp.float32 else None
+    x, w = alone(x, w)
     if isinstance(w, quant.Quantized):
         # exact: a product of a code and its scales does not fit bfloat16
         x, w = x.astype(jnp.float32), quant.dequantize(w)
