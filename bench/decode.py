@@ -19,10 +19,8 @@ import concurrent.futures
 import copy
 import dataclasses
 import json
-import os
 import re
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ import numpy as np
 from bench import HLO_DUMP
 from bench.parts import expected_distinct, floor_parts
 from bench.profile import device_kernels, time_by_kernel, time_by_part
+from bench.record import append, stamp
 from bench.released import (
     abstract,
     build,
@@ -54,8 +53,6 @@ from qwen4jax.layers.capture import Capture
 from qwen4jax.model import step
 from qwen4jax.params import Params
 
-RESULTS = Path(__file__).parent / "results"
-
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
@@ -74,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         if device_bytes():
             require_memory(run.plan, device_bytes())
     started = time.time()
-    params = build(config)
+    params = build(config, table=args.table)
     print(f"built in {time.time() - started:.1f} s", flush=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = list(pool.map(lambda run: compile_round(run, params), runs))
@@ -191,7 +188,8 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         "config": f"{args.config} layers={config.num_hidden_layers} experts={args.experts}"
         f" index_share={args.index_share} kv={args.kv}"
         + (f" draft_weights={args.draft_weights}" if args.draft_weights != "bf16" else "")
-        + (f" draft_vocab={args.draft_vocab}" if args.draft_vocab else ""),
+        + (f" draft_vocab={args.draft_vocab}" if args.draft_vocab else "")
+        + (f" table={args.table}" if args.table != "device" else ""),
         "devices": 1,
         "batch": batch,
         "context": args.context,
@@ -274,23 +272,8 @@ def graph_segments(name: str) -> int | None:
 
 
 def write(record: dict, out: str | None) -> None:
-    device = jax.devices()[0].device_kind
-    commit = (
-        os.environ.get("BENCH_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
-    record |= {
-        "device": device,
-        "commit": commit,
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    folder = Path(out) if out else RESULTS / device.replace(" ", "-").lower()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "decode.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    record |= stamp()
+    append([record], "decode.jsonl", out)
     print(json.dumps(record), flush=True)
 
 
@@ -303,6 +286,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--draft-weights", choices=("nvfp4", "fp8", "bf16"), default="bf16", help="of flash_next"
     )
     parser.add_argument("--draft-vocab", type=int, help="ids that are drafted, of flash_next")
+    parser.add_argument("--table", choices=("device", "pinned"), default="device")
     parser.add_argument("--kv", choices=("bf16", "e4m3"), default="bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=65536)

@@ -1,6 +1,7 @@
 """The released model without a checkpoint: random weights in the stored forms, a filled state."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 from qwen4jax.config import LINEAR, SPARSE, Config, ExpertFormat, Quantization
 from qwen4jax.decode.capacity import GB, MemoryPlan
 from qwen4jax.params import Params, init_params
+from qwen4jax.quant import ScaledTable
 from qwen4jax.state import DecodeState, abstract_state, init_state
 from qwen4jax.weights.arrange import arrange
+from qwen4jax.weights.placement import Placement
 
-# 16 heads of about 1.25 million rows stand in for the 51 GB table until it can stay on the host
+# 16 heads of about 1.25 million rows stand in for the 51 GB table, which `bench.table` fills
 STAND_IN_ROWS = 1_250_000
 
 
@@ -55,9 +58,20 @@ def state_shapes(
     return dict(slots=batch, max_length=longest, drafts=drafts, kv_dtype=kv_dtype)
 
 
-def build(config: Config, seed: int = 0) -> Params:
-    """Random parameters on the device, in the order that `load` gives them."""
-    return jax.block_until_ready(arrange(init_params(config, seed)))
+def build(config: Config, seed: int = 0, *, table: Placement = "device") -> Params:
+    """Random parameters on the device, in the order and the places that `load` gives them."""
+    params = arrange(init_params(config, seed))
+    if table == "pinned":
+        params = jax.tree.map(_pinned, params, is_leaf=lambda x: isinstance(x, ScaledTable))
+    return jax.block_until_ready(params)
+
+
+def _pinned(x: Any) -> Any:
+    if not isinstance(x, ScaledTable):
+        return x
+    return x.replace(
+        weight=jax.device_put(x.weight, x.weight.sharding.with_memory_kind("pinned_host"))
+    )
 
 
 def filled_state(config: Config, shapes: dict, context: int, seed: int = 1) -> DecodeState:
