@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.gated_residual.triton_kernels import added, gained
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
 from qwen4jax.pallas.triton_call import triton_call
 
@@ -46,19 +47,6 @@ setp.eq.u32 p, t, 0;
 @p cp.async.bulk.prefetch.L2.global [$1], $2;
 mov.b32 $0, $2;
 }""")
-# two of $1 + $2 * ($3, $4), rounded once
-_ADD = tl.constexpr("""{
-.reg .b32 a, b, c, d;
-shl.b32 a, $1, 16;
-and.b32 b, $1, 0xFFFF0000;
-shl.b32 c, $2, 16;
-and.b32 d, $2, 0xFFFF0000;
-fma.rn.f32 a, c, $3, a;
-fma.rn.f32 b, d, $4, b;
-cvt.rn.bf16x2.f32 $0, b, a;
-}""")
-# two of $1 (1 + $2), rounded once
-_GAIN = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $1;")
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps):
@@ -203,7 +191,7 @@ def down_kernel(
     channel = line // 8 * 32
     live = (token < T)[:, None]
     s = streams + columns + (token * (R * D) + channel)[:, None] + chunk[None, :]
-    added = y + own + (token * D + channel)[:, None] + chunk[None, :]
+    more = y + own + (token * D + channel)[:, None] + chunk[None, :]
     gains = norm + columns + channel[:, None] + chunk[None, :]
     scale = 0.0
     if PENDING:
@@ -216,16 +204,14 @@ def down_kernel(
         values = values + (tl.load(s + i * (32 * W), live, 0.0),)  # noqa: RUF005
         gain = gain + (tl.load(gains + i * (32 * W)),)  # noqa: RUF005
         if PENDING:
-            extra = extra + (tl.load(added + i * (32 * W), live, 0.0),)  # noqa: RUF005
+            extra = extra + (tl.load(more + i * (32 * W), live, 0.0),)  # noqa: RUF005
     # the assembler would put loads off to save registers
     tl.debug_barrier()
     updated = ()
     for i in tl.static_range(STEPS):
         value = values[i]
         if PENDING:
-            value = tl.inline_asm_elementwise(
-                _ADD, "=r,r,r,f,f", [value, extra[i], scale], tl.bfloat16, is_pure=True, pack=2
-            )
+            value = added(value, extra[i], scale)
         updated = updated + (value,)  # noqa: RUF005
     if tile == TILES - 1:
         square = tl.zeros((8 * W, 32), tl.float32)
@@ -239,10 +225,7 @@ def down_kernel(
         tl.store(squares + part * T + tl.arange(0, 8), each, tl.arange(0, 8) < T)
     even, odd = tl.zeros((W, 16, 8), tl.float32), tl.zeros((W, 16, 8), tl.float32)
     for i in tl.static_range(STEPS):
-        normed = tl.inline_asm_elementwise(
-            _GAIN, "=r,r,r", [updated[i], gain[i]], tl.bfloat16, is_pure=True, pack=2
-        )
-        operand = (arranged(normed, W),)
+        operand = (arranged(gained(updated[i], gain[i]), W),)
         for j in tl.static_range(TALL):
             # chains of products wait for themselves: two of half the length where there is one tile
             if (i * TALL + j) % 2:
