@@ -254,7 +254,7 @@ def _sigmoid(x):
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
     )
     return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], tl.float32, True, 1
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], tl.float32, True, 1
     )
 
 
