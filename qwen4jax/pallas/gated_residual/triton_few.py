@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_residual.triton_kernels import added, gained
+from qwen4jax.pallas.gated_residual.triton_kernels import added, ask, gained
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
 from qwen4jax.pallas.triton_call import triton_call
 
@@ -38,15 +38,6 @@ WARPS = 16
 TALL = 1
 # of an `up` program, which has 16 rows of `up` for each
 UP_WARPS = 4
-# by one thread: whoever else reads the bytes soon finds them in the cache
-_ASK = tl.constexpr("""{
-.reg .pred p;
-.reg .b32 t;
-mov.b32 t, %tid.x;
-setp.eq.u32 p, t, 0;
-@p cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.b32 $0, $2;
-}""")
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps):
@@ -105,16 +96,6 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         streams if pending is None else new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
         None if inject is None else wanted.reshape(batch, time, count),
-    )
-
-
-@triton.jit
-def _ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
-    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
-    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
-    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
-    tl.inline_asm_elementwise(
-        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -232,7 +213,7 @@ def down_kernel(
                 odd = product(tiles[i * TALL + j], 1.0, operand, odd, BF16, W)
             else:
                 even = product(tiles[i * TALL + j], 1.0, operand, even, BF16, W)
-    _ask(up, tile * (R * PARTS) + part, R * PARTS * TILES, L * R * D)
+    ask(up, tile * (R * PARTS) + part, R * PARTS * TILES, L * R * D)
     rows = tl.arange(0, 8)
     first = parts + part * T * (L + 16) + tile * (16 * TALL)
     if TALL == 2:

@@ -5,6 +5,15 @@
 import triton
 import triton.language as tl
 
+# by one thread: whoever else reads the bytes soon finds them in the cache
+_ASK = tl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.b32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, $2;
+}""")
 _ADDED = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 shl.b32 a, $1, 16;
@@ -42,6 +51,16 @@ def rounded(value):
     """float32 as bfloat16, in pairs."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
+    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
+    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
