@@ -75,6 +75,27 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(product).view(np.uint32)[:, 0]
 
 
+def _product_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """`a b + c` of two bfloat16 halves, rounded once."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = (_halves(a) * _halves(b) + _halves(c)).astype(ml_dtypes.bfloat16)
+    return np.ascontiguousarray(value).view(np.uint32)[:, 0]
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """`a b + c` of float32; float64 rounds it before, far below."""
+    x, y, z = (v.view(np.float32).astype(np.float64) for v in (a, b, c))
+    with np.errstate(all="ignore"):
+        return (x * y + z).astype(np.float32).view(np.uint32)
+
+
+def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Two float32 rounded to the bfloat16 halves of a word."""
+    with np.errstate(all="ignore"):
+        halves = np.stack([v.view(np.float32).astype(ml_dtypes.bfloat16) for v in (low, high)], 1)
+    return np.ascontiguousarray(halves).view(np.uint32)[:, 0]
+
+
 def _halves(words: np.ndarray) -> np.ndarray:
     """Values of pairs of bfloat16, float64, from the bits: XLA's threads flush subnormals."""
     bits = np.ascontiguousarray(words)[:, None].view(np.uint16).astype(np.int32)
@@ -107,6 +128,9 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _product,
+    "fma.rn.bf16x2": _product_sum,
+    "fma.rn.f32": _fma,
+    "cvt.rn.bf16x2.f32": _pair,
     "ex2.approx.ftz.f32": _float(np.exp2),
     "rcp.approx.ftz.f32": _float(np.reciprocal),
 }

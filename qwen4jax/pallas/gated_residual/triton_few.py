@@ -6,18 +6,19 @@ Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s, and for each
 of start and one latency. So every load of a program is under way before the first is waited for:
 no loop carries loads, and weights go straight from memory to the tensor cores' registers
 (`moe/triton_stored.py` says how), without shared memory. And `down` has the cache get the weights
-of `up`, so that memory does not rest between the launches: in a round of 4 rows that is 0.5 us of
-`down` against 1.1 us of `up` (together 13.2 us; the three launches of `triton_launches.py` are
-12.9, but the round is longer by 0.08 ms: `bench/results/nvidia-h200/choices.jsonl`).
+of `up`, so that memory does not rest between the launches.
 
-`down` multiplies 16 outputs by a stream. It adds the pending output to the streams, rounds them,
-and multiplies without the norm's factor, which is one number for each row and stream, and so
-applies to sums. The last tile of outputs has the fewest weights (the injection weights' few): it
-stores the streams and the sums of their squares. `up` owns some channels of all streams, in such an
-order that the mean over the streams stays within a warp. It adds up the sums of all streams itself:
-a program that did that for all would cost another latency.
+`down` multiplies some outputs by a slice of a stream. It adds the pending output to the streams,
+rounds them, and multiplies without the norm's factor, which is one number for each row and stream,
+and so applies to sums. All programs of a slice do so with the same streams: what an element costs
+there is what the launch costs, hence the packed arithmetic. The last tile of outputs has the fewest
+weights (the injection weights' few): it stores the streams and the sums of their squares.
 
-Order of sums: chunks of a warp, warps, streams. No atomics.
+`up` owns some channels of all streams. Its warps split the rank, so that a lane makes just those
+low-rank values that it multiplies, and nothing is handed around before the sums. Every program adds
+up the sums of all slices itself: one that did that for all would cost another latency.
+
+Order of sums: chunks of a warp, warps, slices, streams. No atomics.
 """
 
 import jax
@@ -25,22 +26,18 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.gated_residual.triton_kernels import added, ask, gained
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
 from qwen4jax.pallas.triton_call import triton_call
 
 # columns of the sums beside the low-rank ones: room for the injection weights' logits
 EXTRA = 16
-# of an `up` program, of every stream
-CHANNELS = 16
-# by one thread: whoever else reads the bytes soon finds them in the cache
-_ASK = tl.constexpr("""{
-.reg .pred p;
-.reg .b32 t;
-mov.b32 t, %tid.x;
-setp.eq.u32 p, t, 0;
-@p cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.b32 $0, $2;
-}""")
+# slices of a stream, warps and tiles of 16 outputs of a `down` program
+PARTS = 1
+WARPS = 16
+TALL = 1
+# of an `up` program, which has 16 rows of `up` for each
+UP_WARPS = 4
 
 
 def boundary(streams, pending, norm, down, up, inject, *, eps):
@@ -50,12 +47,11 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
     flat = streams.reshape(rows, count * hidden)
     # what a kernel has no use for is another array's pointer
     weights, y = (norm, flat) if pending is None else pending
-    sizes = dict(T=rows, R=count, D=hidden, L=rank)
+    sizes = dict(T=rows, R=count, D=hidden, L=rank, PARTS=PARTS)
     # chunks of 32 columns go round the warps of a `down` program
-    warps = 16
-    while hidden % (32 * warps):
-        warps //= 2
-    tiles = rank // 16 + (inject is not None)
+    chunks = hidden // (32 * PARTS)
+    warps = min(WARPS, chunks & -chunks)
+    tiles = rank // (16 * TALL) + (inject is not None)
     shape = jax.ShapeDtypeStruct
     new, parts, squares = triton_call(
         flat,
@@ -69,19 +65,18 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         name=f"gated_residual_down_{rows}x{count}x{hidden}",
         out=(
             shape(flat.shape if pending is not None else (1, 1), flat.dtype),
-            shape((count, rows, rank + EXTRA), jnp.float32),
-            shape((count, rows), jnp.float32),
+            shape((count * PARTS, rows, rank + EXTRA), jnp.float32),
+            shape((count * PARTS, rows), jnp.float32),
         ),
-        grid=(count, tiles),
+        grid=(count * PARTS, tiles),
         num_warps=warps,
         PENDING=pending is not None,
         TILES=tiles,
+        TALL=TALL,
         W=warps,
         **sizes,
     )
     new = flat if pending is None else new
-    # warps of an `up` program that share a tile of 16 rows, and split its columns
-    split = 2 if rank % 64 == 0 else 1
     x, wanted = triton_call(
         new,
         norm,
@@ -91,28 +86,16 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         kernel=up_kernel,
         name=f"gated_residual_up_{rows}x{count}x{hidden}",
         out=(shape((rows, hidden), flat.dtype), shape((rows, count), jnp.float32)),
-        grid=(hidden // CHANNELS,),
-        num_warps=CHANNELS * count // 16 * split,
-        INJECT=inject is not None,
+        grid=(hidden * count // (16 * UP_WARPS) + (inject is not None),),
+        num_warps=UP_WARPS,
         EPS=eps,
-        TILES=CHANNELS * count // 16,
-        SPLIT=split,
+        W=UP_WARPS,
         **sizes,
     )
     return (
         streams if pending is None else new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
         None if inject is None else wanted.reshape(batch, time, count),
-    )
-
-
-@triton.jit
-def _ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
-    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
-    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
-    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
-    tl.inline_asm_elementwise(
-        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -139,11 +122,13 @@ def down_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
+    PARTS: tl.constexpr,
     PENDING: tl.constexpr,
     TILES: tl.constexpr,
+    TALL: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Sums of 16 outputs over a stream: grid (R, TILES).
+    """Sums of 16 TALL outputs over a slice of a stream: grid (R PARTS, TILES).
 
     Args:
         streams: [T, R D].
@@ -154,26 +139,32 @@ def down_kernel(
         inject: projection to the injection weights [R, R D].
         up: what the next launch reads [R D, L].
         new: streams with `y` in them [T, R D].
-        parts: sums without the norm's factors [R, T, L + 16].
-        squares: sums of the streams' squares [R, T].
+        parts: sums without the norm's factors [R PARTS, T, L + 16].
+        squares: sums of the streams' squares [R PARTS, T].
         T: rows, up to 8.
         R: streams.
         D: channels of a stream.
         L: rank.
+        PARTS: slices of a stream.
         PENDING: whether there is `y`.
-        TILES: L / 16, and one for the injection weights.
+        TILES: L / (16 TALL), and one for the injection weights.
+        TALL: 1 or 2.
         W: warps.
     """
-    stream, tile = tl.program_id(0), tl.program_id(1)
-    STEPS: tl.constexpr = D // (32 * W)
-    columns = stream * D
+    part, tile = tl.program_id(0), tl.program_id(1)
+    STEPS: tl.constexpr = D // (32 * PARTS * W)
+    stream = part // PARTS
+    columns = part * (D // PARTS)
+    own = part % PARTS * (D // PARTS)
     warp, row = _lines(W)
-    if tile < L // 16:
-        matrix = down + tile * (16 * R * D)
+    if tile < L // (16 * TALL):
+        matrix = down + tile * (16 * TALL * R * D)
+        below = 16 * R * D
     else:
         # rows past the last are the last: what comes of them is not stored
         matrix = inject
         row = tl.minimum(row, R - 1)
+        below = 0
     chunk = tl.arange(0, 32)
     w = matrix + columns + (row * (R * D) + warp * 32)[:, None] + chunk[None, :]
     line = tl.arange(0, 8 * W)
@@ -181,59 +172,94 @@ def down_kernel(
     channel = line // 8 * 32
     live = (token < T)[:, None]
     s = streams + columns + (token * (R * D) + channel)[:, None] + chunk[None, :]
-    added = y + (token * D + channel)[:, None] + chunk[None, :]
+    more = y + own + (token * D + channel)[:, None] + chunk[None, :]
     gains = norm + columns + channel[:, None] + chunk[None, :]
     scale = 0.0
     if PENDING:
         scale = tl.load(weights + token * R + stream, token < T, 0.0)[:, None]
     tiles, values, extra, gain = (), (), (), ()
     for i in tl.static_range(STEPS):
-        tiles = tiles + (tl.load(w + i * (32 * W)),)  # noqa: RUF005
+        for j in tl.static_range(TALL):
+            tiles = tiles + (tl.load(w + i * (32 * W) + j * below),)  # noqa: RUF005
     for i in tl.static_range(STEPS):
         values = values + (tl.load(s + i * (32 * W), live, 0.0),)  # noqa: RUF005
         gain = gain + (tl.load(gains + i * (32 * W)),)  # noqa: RUF005
         if PENDING:
-            extra = extra + (tl.load(added + i * (32 * W), live, 0.0),)  # noqa: RUF005
-    acc = tl.zeros((W, 16, 8), tl.float32)
-    square = tl.zeros((8 * W, 32), tl.float32)
+            extra = extra + (tl.load(more + i * (32 * W), live, 0.0),)  # noqa: RUF005
+    # the assembler would put loads off to save registers
+    tl.debug_barrier()
+    updated = ()
     for i in tl.static_range(STEPS):
-        value = values[i].to(tl.float32)
+        value = values[i]
         if PENDING:
-            rounded = (value + scale * extra[i].to(tl.float32)).to(tl.bfloat16)
-            value = rounded.to(tl.float32)
-            if tile == TILES - 1:
-                place = (token * (R * D) + channel)[:, None] + chunk[None, :]
-                tl.store(new + columns + i * (32 * W) + place, rounded, live)
-        square += value * value
-        normed = (value * (1.0 + gain[i].to(tl.float32))).to(tl.bfloat16)
-        acc = product(tiles[i], 1.0, (arranged(normed, W),), acc, BF16, W)
-    _ask(up, tile * R + stream, R * TILES, L * R * D)
-    total = tl.sum(acc, axis=0)
-    outputs = tile * 16 + tl.arange(0, 16)
-    rows = tl.arange(0, 8)
-    tl.store(
-        parts + (stream * T + rows)[None, :] * (L + 16) + outputs[:, None],
-        total,
-        (rows < T)[None, :] & (outputs < L + R)[:, None],
-    )
+            value = added(value, extra[i], scale)
+        updated = updated + (value,)  # noqa: RUF005
     if tile == TILES - 1:
+        square = tl.zeros((8 * W, 32), tl.float32)
+        for i in tl.static_range(STEPS):
+            if PENDING:
+                place = (token * (R * D) + channel)[:, None] + chunk[None, :]
+                tl.store(new + columns + i * (32 * W) + place, updated[i], live)
+            exact = updated[i].to(tl.float32)
+            square += exact * exact
         each = tl.sum(tl.reshape(tl.sum(square, axis=1), (W, 8)), axis=0)
-        tl.store(squares + stream * T + rows, each, rows < T)
+        tl.store(squares + part * T + tl.arange(0, 8), each, tl.arange(0, 8) < T)
+    even, odd = tl.zeros((W, 16, 8), tl.float32), tl.zeros((W, 16, 8), tl.float32)
+    for i in tl.static_range(STEPS):
+        operand = (arranged(gained(updated[i], gain[i]), W),)
+        for j in tl.static_range(TALL):
+            # chains of products wait for themselves: two of half the length where there is one tile
+            if (i * TALL + j) % 2:
+                odd = product(tiles[i * TALL + j], 1.0, operand, odd, BF16, W)
+            else:
+                even = product(tiles[i * TALL + j], 1.0, operand, even, BF16, W)
+    ask(up, tile * (R * PARTS) + part, R * PARTS * TILES, L * R * D)
+    rows = tl.arange(0, 8)
+    first = parts + part * T * (L + 16) + tile * (16 * TALL)
+    if TALL == 2:
+        total = tl.sum(tl.join(even, odd), axis=0)
+        output = tl.arange(0, 16)[:, None, None] + tl.arange(0, 2)[None, None, :] * 16
+        token = tl.arange(0, 8)[None, :, None]
+    else:
+        total = tl.sum(tl.sum(tl.join(even, odd), axis=3), axis=0)
+        output = tl.arange(0, 16)[:, None]
+        token = rows[None, :]
+    there = (token < T) & (tile * (16 * TALL) + output < L + R)
+    tl.store(first + token * (L + 16) + output, total, there)
 
 
 @triton.jit
-def _factor(squares, stream, row, T: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr):
-    """The norm's factors, in the shape of `stream` and `row` together; some number past T."""
-    square = tl.load(squares + stream * T + row, row < T, 0.0)
-    return tl.rsqrt(square / D + EPS)
+def _sigmoid(x):
+    """By the hardware's approximations, which are exact to 2**-22."""
+    e = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
+    )
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], tl.float32, True, 1
+    )
 
 
 @triton.jit
-def _normed(loaded, factors, FIRST: tl.constexpr, R: tl.constexpr):
-    """Products with the normed streams over their number, even streams before odd ones."""
+def _squares(squares, token, T: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
+    """Sums of squares of each stream, for the tokens given; 0 past T."""
+    loaded = ()
+    for stream in tl.static_range(R):
+        square = tl.load(squares + stream * PARTS * T + token, token < T, 0.0)
+        for part in tl.static_range(1, PARTS):
+            square += tl.load(squares + (stream * PARTS + part) * T + token, token < T, 0.0)
+        loaded = loaded + (square,)  # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def _mean(loaded, squares, FIRST: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, D, EPS):
+    """Products with the normed streams over their number, of sums of slices from FIRST on."""
     even, odd = tl.zeros_like(loaded[FIRST]), tl.zeros_like(loaded[FIRST])
     for stream in tl.static_range(R):
-        own = loaded[FIRST + stream] * factors[stream]
+        own = loaded[FIRST + stream * PARTS]
+        for part in tl.static_range(1, PARTS):
+            own += loaded[FIRST + stream * PARTS + part]
+        own *= tl.rsqrt(squares[stream] / D + EPS)
         if stream % 2:
             odd += own
         else:
@@ -255,12 +281,11 @@ def up_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    INJECT: tl.constexpr,
+    PARTS: tl.constexpr,
     EPS: tl.constexpr,
-    TILES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    W: tl.constexpr,
 ):
-    """The mean over streams of 16 / R channels a tile: grid (D R / (16 TILES)).
+    """The mean over streams of 16 channels: grid (D / 16), and one for the injection weights.
 
     Args:
         streams: with everything in them [T, R D].
@@ -271,59 +296,96 @@ def up_kernel(
         x: [T, D].
         wanted: injection weights [T, R].
         T: rows, up to 8.
-        R: streams.
+        R: streams, 4.
         D: channels of a stream.
         L: rank.
-        INJECT: whether to make them.
+        PARTS: slices of a stream.
         EPS: of the norm.
-        TILES: of 16 rows of `up`, R streams of 16 / R channels.
-        SPLIT: warps of a tile.
+        W: warps, which take chunks of 32 columns in turn.
     """
-    W: tl.constexpr = TILES * SPLIT
+    if tl.program_id(0) < D // (W * 16 // R):
+        _gated_mean(streams, norm, up, parts, squares, x, T, R, D, L, PARTS, EPS, W)
+    else:
+        _store_wanted(parts, squares, wanted, T, R, D, L, PARTS, EPS)
+
+
+@triton.jit
+def _gated_mean(
+    streams,
+    norm,
+    up,
+    parts,
+    squares,
+    x,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    PARTS: tl.constexpr,
+    EPS: tl.constexpr,
+    W: tl.constexpr,
+):
+    """`up_kernel` but for the injection weights."""
     EACH: tl.constexpr = 16 // R
-    STEPS: tl.constexpr = L // (32 * SPLIT)
-    first = tl.program_id(0) * (TILES * EACH)
-    warp, inner = _lines(W)
-    chunk = tl.arange(0, 32)
-    row = inner // EACH * D + first + warp // SPLIT * EACH + inner % EACH
-    w = up + (row * L + warp % SPLIT * (STEPS * 32))[:, None] + chunk[None, :]
+    STEPS: tl.constexpr = (L // 32 + W - 1) // W
+    first = tl.program_id(0) * (W * EACH)
+    # W chunks of 32 columns in a step, of each warp's 16 rows: R streams of EACH channels
+    line = tl.arange(0, 16 * W * W)
+    inner = line // (8 * W) % 2 * 8 + line % 8
+    ahead = line // (16 * W)
+    row = inner // EACH * D + first + line // 8 % W * EACH + inner % EACH
+    w = up + (row * L + ahead * 32)[:, None] + tl.arange(0, 32)[None, :]
     tiles = ()
     for i in tl.static_range(STEPS):
-        tiles = tiles + (tl.load(w + i * 32),)  # noqa: RUF005
-    # [TILES, 16, 8]: what the gates are for
-    index = tl.arange(0, 16)[None, :, None]
-    channel = first + tl.arange(0, TILES)[:, None, None] * EACH + index % EACH
-    token = tl.arange(0, 8)[None, None, :]
-    value = tl.load(streams + token * (R * D) + index // EACH * D + channel, token < T, 0.0)
-    gain = 1.0 + tl.load(norm + index // EACH * D + channel).to(tl.float32)
-    line = tl.arange(0, 8 * SPLIT)
-    loaded = ()
+        there = ((ahead + i * W) * 32 < L)[:, None]
+        tiles = tiles + (tl.load(w + i * 32 * W, there, 0.0),)  # noqa: RUF005
+    # columns 8 t + 4 h + j of a chunk stand at 4 t + j of half h: 16 bytes a lane
+    line = tl.arange(0, 8 * W)
+    token = line % 8
+    half = tl.arange(0, 16) // 4 * 8 + tl.arange(0, 16) % 4
+    place = parts + (token * (L + 16) + line // 8 * 32)[:, None] + half[None, :]
+    low, high = (), ()
     for i in tl.static_range(STEPS):
-        for part in tl.static_range(R):
-            place = line % 8 * (L + 16) + line // 8 * (STEPS * 32) + i * 32
-            sums = parts + part * (T * (L + 16)) + place[:, None] + chunk[None, :]
-            loaded = loaded + (tl.load(sums, (line % 8 < T)[:, None], 0.0),)  # noqa: RUF005
-    # the assembler would put the weights' loads off until the factors are there
+        there = ((token < T) & ((line // 8 + i * W) * 32 < L))[:, None]
+        for part in tl.static_range(R * PARTS):
+            at = place + (part * T * (L + 16) + i * 32 * W)
+            low = low + (tl.load(at, there, 0.0),)  # noqa: RUF005
+            high = high + (tl.load(at + 4, there, 0.0),)  # noqa: RUF005
+    square = _squares(squares, token[:, None], T, R, PARTS)
+    # [W, 16, 8]: what the gates are for
+    inner = tl.arange(0, 16)[None, :, None]
+    channel = first + tl.arange(0, W)[:, None, None] * EACH + inner % EACH
+    row = tl.arange(0, 8)[None, None, :]
+    value = tl.load(streams + row * (R * D) + inner // EACH * D + channel, row < T, 0.0)
+    gain = tl.load(norm + inner // EACH * D + channel)
+    of_value = tl.zeros((1, 16, 8), tl.float32)
+    for part in tl.static_range(PARTS):
+        of_value += tl.load(squares + (inner // EACH * PARTS + part) * T + row, row < T, 0.0)
+    # Loads stay above the barrier and products below the branch, which is always taken. Otherwise
+    # the assembler saves registers, and waits for memory more than once.
     tl.debug_barrier()
-    factors = ()
-    for stream in tl.static_range(R):
-        factors = factors + (_factor(squares, stream, line % 8, T, D, EPS)[:, None],)  # noqa: RUF005
-    factor = _factor(squares, index // EACH, token, T, D, EPS)
-    acc = tl.zeros((W, 16, 8), tl.float32)
-    for i in tl.static_range(STEPS):
-        low = _normed(loaded, factors, i * R, R)
-        low = (low * tl.sigmoid(low)).to(tl.bfloat16)
-        low = tl.broadcast_to(tl.reshape(low, (1, 8 * SPLIT, 32)), (TILES, 8 * SPLIT, 32))
-        low = arranged(tl.reshape(low, (8 * W, 32)), W)
-        acc = product(tiles[i], 1.0, (low,), acc, BF16, W)
-    gates = tl.sigmoid(tl.sum(tl.reshape(acc, (TILES, SPLIT, 16, 8)), axis=1))
-    normed = (value.to(tl.float32) * factor * gain).to(tl.bfloat16).to(tl.float32)
-    mean = tl.sum(tl.reshape(gates * normed, (TILES, R, EACH, 8)), axis=1) / R
-    own = first + tl.arange(0, TILES)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
-    tl.store(x + token * D + own, mean.to(x.dtype.element_ty), token < T)
-    if INJECT:  # noqa: SIM102
-        if tl.program_id(0) == 0:
-            _store_wanted(parts, squares, wanted, T, R, D, L, EPS)
+    if tl.program_id(1) < 1:
+        factor = tl.rsqrt(of_value / D + EPS)
+        normed = (value.to(tl.float32) * factor * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
+        total = tl.zeros((W, 16, 8), tl.float32)
+        for i in tl.static_range(STEPS):
+            z = tl.join(
+                _mean(low, square, i * R * PARTS, R, PARTS, D, EPS),
+                _mean(high, square, i * R * PARTS, R, PARTS, D, EPS),
+            )
+            # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
+            z = tl.reshape((z * _sigmoid(z)).to(tl.bfloat16), (W, 8, 4, 2, 2, 2))
+            z = tl.reshape(tl.permute(z, (0, 5, 3, 2, 4, 1)), (1, W * 32, 8))
+            a = tl.reshape(tiles[i], (W, 2, W, 8, 4, 2, 2, 2))
+            a = tl.permute(a, (2, 1, 3, 0, 5, 6, 4, 7))
+            a = tl.reshape(a, (W, 16, W * 32))
+            own = tl.dot(a, tl.broadcast_to(z, (W, W * 32, 8)))
+            # a sum would become one chain of products, each waiting for the one before
+            total = tl.sum(tl.join(total, own), axis=3)
+        gated = tl.reshape(_sigmoid(total) * normed.to(tl.float32), (W, R, EACH, 8))
+        mean = tl.sum(gated, axis=1) / R
+        own = first + tl.arange(0, W)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
+        tl.store(x + row * D + own, mean.to(x.dtype.element_ty), row < T)
 
 
 @triton.jit
@@ -335,16 +397,14 @@ def _store_wanted(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
+    PARTS: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """The injection weights of all rows."""
-    row, own = tl.arange(0, 8), tl.arange(0, R)
-    loaded, factors = (), ()
-    for stream in tl.static_range(R):
-        place = parts + (stream * T + row)[:, None] * (L + 16) + (L + own)[None, :]
-        loaded = loaded + (tl.load(place, (row < T)[:, None], 0.0),)  # noqa: RUF005
-    for stream in tl.static_range(R):
-        factors = factors + (_factor(squares, stream, row, T, D, EPS)[:, None],)  # noqa: RUF005
-    logits = _normed(loaded, factors, 0, R)
-    place = row[:, None] * R + own[None, :]
-    tl.store(wanted + place, 2.0 * tl.sigmoid(logits), (row < T)[:, None])
+    row, own = tl.arange(0, 8)[:, None], tl.arange(0, R)[None, :]
+    loaded = ()
+    for part in tl.static_range(R * PARTS):
+        place = parts + (part * T + row) * (L + 16) + L + own
+        loaded = loaded + (tl.load(place, row < T, 0.0),)  # noqa: RUF005
+    logits = _mean(loaded, _squares(squares, row, T, R, PARTS), 0, R, PARTS, D, EPS)
+    tl.store(wanted + row * R + own, 2.0 * _sigmoid(logits), row < T)

@@ -5,6 +5,64 @@
 import triton
 import triton.language as tl
 
+# by one thread: whoever else reads the bytes soon finds them in the cache
+_ASK = tl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.b32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, $2;
+}""")
+_ADDED = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+shl.b32 a, $1, 16;
+and.b32 b, $1, 0xFFFF0000;
+shl.b32 c, $2, 16;
+and.b32 d, $2, 0xFFFF0000;
+fma.rn.f32 a, c, $3, a;
+fma.rn.f32 b, d, $4, b;
+cvt.rn.bf16x2.f32 $0, b, a;
+}""")
+
+
+@triton.jit
+def added(value, more, scale):
+    """`value + scale * more` of bfloat16 and a float32 scale, rounded once.
+
+    In pairs, here and below: the compiler takes a slow conversion for each element. Where many
+    programs do the same for themselves, what an element costs is what the launch costs.
+    """
+    return tl.inline_asm_elementwise(
+        _ADDED, "=r,r,r,f,f", [value, more, scale], tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def gained(value, gain):
+    """`value * (1 + gain)` of bfloat16, rounded once, in pairs."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $1;", "=r,r,r", [value, gain], tl.bfloat16, True, 2
+    )
+
+
+@triton.jit
+def rounded(value):
+    """float32 as bfloat16, in pairs."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def ask(matrix, program, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+    """Has memory send a program's share of a matrix of SIZE bfloat16 to the cache; waits not."""
+    SHARE: tl.constexpr = min((SIZE + PROGRAMS * 8 - 1) // (PROGRAMS * 8) * 8, SIZE)
+    first = matrix + tl.minimum(program * SHARE, SIZE - SHARE)
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r", [first.to(tl.int64), SHARE * 2], dtype=tl.int32, is_pure=False, pack=1
+    )
+
 
 @triton.jit
 def norm_kernel(
@@ -54,14 +112,14 @@ def norm_kernel(
     for i in tl.static_range(D // CHUNK):
         value = values[i]
         if PENDING:
-            value = (value.to(tl.float32) + scale * extra[i].to(tl.float32)).to(tl.bfloat16)
+            value = added(value, extra[i], scale)
             tl.store(new + place + i * CHUNK, value)
         updated = updated + (value,)  # noqa: RUF005
         square += value.to(tl.float32) * value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(square, axis=0) / D + EPS)
     for i in tl.static_range(D // CHUNK):
         value = updated[i].to(tl.float32) * factor * (1.0 + gains[i].to(tl.float32))
-        tl.store(normed + place + i * CHUNK, value.to(tl.bfloat16))
+        tl.store(normed + place + i * CHUNK, rounded(value))
 
 
 @triton.jit
@@ -192,13 +250,12 @@ def update_down_kernel(
         gain = tl.load(norm + column[None, :] + row[:, None] * 0)
         if PENDING:
             beside = row[:, None] * D + (column - stream * D)[None, :]
-            added = tl.load(y + beside, live, 0.0).to(tl.float32)
-            value = (value.to(tl.float32) + scale * added).to(tl.bfloat16)
+            value = added(value, tl.load(y + beside, live, 0.0), scale)
             # a branch would have the compiler double the loop and its buffers
             tl.store(new + place, value, live & (tile == tl.num_programs(1) - 1))
         exact = value.to(tl.float32)
         square += exact * exact
-        right = (exact * (1.0 + gain.to(tl.float32))).to(tl.bfloat16)
+        right = gained(value, gain)
         acc = tl.dot(left, right.T, acc)
     at = (part * (L + 16) + first + output)[:, None] * ROWS + row[None, :]
     tl.store(parts + at, acc, there[:, None])
