@@ -14,9 +14,10 @@ from jax.experimental import topologies
 
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_residual import boundary
+from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.skinny_matmul import projections
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def main(target: str) -> None:
@@ -53,6 +54,14 @@ def main(target: str) -> None:
             down,
             up,
             None if final else inject,
+        )
+    for rows, places in ((32, 4), (1, 512)):
+        assemble(
+            index_score,
+            array(rows, places, 4, 128),
+            array(1024, 16, 128),
+            array(rows, 1024, dtype=I32),
+            array(rows, places, dtype=I32),
         )
 
 
