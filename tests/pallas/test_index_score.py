@@ -70,8 +70,8 @@ def test_what_is_not_seen_may_hold_anything(implementation, value):
     """NUM-09: unwritten pages and blocks, and the page that an empty table entry falls on."""
     name = "pages_not_assigned"
     if implementation == "mosaic_hopper":
-        if value != np.inf:
-            pytest.skip("its cases hold NaN already, and it tells infinities by no sign")
+        if not np.isnan(value):
+            pytest.skip("NumPy multiplies in the simulator, and warns of infinities")
         name = "bfloat16_tiles"
     case = next(c for c in CASES if c.name == name)
     inputs = case.inputs()
