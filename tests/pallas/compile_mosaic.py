@@ -16,6 +16,7 @@ from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_residual import boundary
 from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.skinny_matmul import projections
+from qwen4jax.pallas.sparse_attention import sparse_attention
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -55,7 +56,7 @@ def main(target: str) -> None:
             up,
             None if final else inject,
         )
-    for rows, places in ((32, 4), (1, 512)):
+    for rows, places in ((32, 4),):
         assemble(
             index_score,
             array(rows, places, 4, 128),
@@ -63,6 +64,10 @@ def main(target: str) -> None:
             array(rows, 1024, dtype=I32),
             array(rows, places, dtype=I32),
         )
+    for rows, kind in ((1, BF16), (32, jnp.float8_e4m3fn)):
+        queries, pool = array(rows, 4, 24, 256), array(1024 * rows, 64, 2, 256, dtype=kind)
+        slots = array(rows, 4, 2051, dtype=I32)
+        assemble(sparse_attention, queries, queries, pool, pool, slots)
 
 
 if __name__ == "__main__":

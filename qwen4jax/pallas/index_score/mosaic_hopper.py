@@ -13,7 +13,6 @@ A CTA owns every so many tiles of one request. One warpgroup looks up their page
 several tiles ahead; the other multiplies, adds up and turns the tile to rows of scores.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -54,7 +53,9 @@ def _scores(query, index_key, page_table, complete):
         # TMA fills what a box has beyond the array with zeros, but not the last of several boxes
         query = jnp.pad(query, ((0, 0), (0, -places % 8), (0, 0), (0, 0)))
     together = min(-(-places // 8), max(1, _COLUMNS // heads // 8)) * 8
-    kernel = _kernel((rows, places, heads, channels), page_table.shape[1], index_key.shape, together)
+    kernel = _kernel(
+        (rows, places, heads, channels), page_table.shape[1], index_key.shape, together
+    )
     return kernel(query, index_key, page_table, complete.reshape(-1))
 
 

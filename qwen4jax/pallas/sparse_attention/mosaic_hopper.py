@@ -1,0 +1,285 @@
+"""Attention to selected tokens in Pallas Mosaic GPU, for Hopper: blocks by TMA, sums by wgmma.
+
+Bytes: 1 kB of keys and values for each token and kv head of 256 channels in bfloat16. The 2,051
+tokens of 4 queries with 2 kv heads are 16.8 MB, 3.9 us at 4.3 TB/s, those of 128 queries 538 MB,
+125 us. A kernel of this language is a captured call of a CUDA graph: 0.8 us more than a native
+node; what finds the pages before it and adds its parts up after it are fusions of XLA.
+
+There is no gather by a vector of places on Hopper. One warpgroup reads them one by one and asks for
+four tokens with one copy where they lie side by side, as the four of a selected block do, else for
+each alone. TMA can not put four rows into a tile of wgmma, which has eight, so they come as they
+are in memory, and the other warpgroup puts them into tiles, with zeros in place of what no token
+is, which may be NaN: a weight of zero would not silence it.
+
+Both products have 16 columns for each query head of a kv head: 64 tokens by heads, then 64 channels
+by heads. The weights of the second are two bfloat16 parts side by side, so that it is a float32 sum
+to 2**-17. A selection is split until the chip is full; the parts are merged in their order.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qwen4jax.pallas.sparse_attention.limits import MOSAIC_HEADS as HEADS
+from qwen4jax.span import physical
+
+TILE = 64  # tokens: the rows of one warpgroup's product, and the depth of the other's
+_BLOCK = 4  # tokens that are copied at once where they lie side by side
+_STAGES = 2  # tiles of bfloat16 under way, twice as many of e4m3
+_LONGEST = 16  # tiles of a part, as far as shared memory goes
+_CTAS = 132  # one for each multiprocessor
+_SWIZZLED: Any = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+_PRODUCT = plgpu.Layout.WGMMA
+_OVER_ROWS = plgpu.Layout.WGMMA.reduce(0)
+# [rows, 64] where a lane holds 16 bytes of a row, as they lie in memory and in a tile
+_COPIED = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, 64), (4, 64), (8,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+# [heads, 64] where a warp holds two rows, and a lane one column of each half of them
+_LINES = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 64), (2, 64), (32,), (1,))),
+    warp_dims=(-6,),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
+
+
+# compiled apart, so that a program with many layers lowers one
+@jax.jit
+def sparse_attention(query, gate, key, value, slots, page_table=None):
+    """See `qwen4jax.pallas.sparse_attention`."""
+    rows, places, heads, channels = query.shape
+    kv_heads, queries = key.shape[2], rows * places
+    if page_table is not None:
+        slots = physical(page_table, slots, key.shape[1])
+    attend = _kernel((queries, heads, channels), kv_heads, slots.shape[-1], key.dtype)
+    parts, logs = attend(
+        query.reshape(queries, heads, channels),
+        key.reshape(-1, kv_heads, channels),
+        value.reshape(-1, kv_heads, channels),
+        slots.reshape(-1),
+    )
+    out = _merge(parts, logs)[:, : heads // kv_heads].reshape(query.shape)
+    out = out * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return out.astype(query.dtype).reshape(rows, places, -1)
+
+
+def _merge(parts, logs):
+    """The values [pairs, heads, channels] of parts that are normed, of weights 2**logs."""
+    top = jnp.max(logs, axis=1, keepdims=True)
+    weights = jnp.exp2(logs - jnp.where(top == -jnp.inf, 0, top))
+    total = jnp.sum(weights, axis=1)
+    out = jnp.sum(parts * weights[..., None], axis=1)
+    return out / jnp.where(total == 0, 1, total)[..., None]
+
+
+def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> Any:
+    """Takes queries, keys, values, places of all queries in a row; gives values and weights.
+
+    Both are of each part of each pair of query and kv head, [pairs, parts, 16 heads, channels].
+    """
+    tiles = -(-width // TILE)
+    stages = 2 * _STAGES // jnp.dtype(kept_in).itemsize
+    queries, heads, channels = sizes
+    shared, pairs = heads // kv_heads, queries * kv_heads
+    parts = min(tiles, max(_CTAS // pairs, -(-tiles // _LONGEST)))
+    longest = -(-tiles // parts)
+    chunks = channels // 64
+    # places of a part, and of one copy of them
+    places = longest * TILE
+    at_once = min(places, 256)
+
+    def load(head, mine, slots, keys, values, keys_read, values_read, full, empty):
+        def one(i, carry):
+            slot = lax.rem(i, stages)
+
+            @pl.when(i >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            def copy(place, to, count):
+                for pool, read, kind in ((keys, keys_read, 0), (values, values_read, 1)):
+                    source = pool.at[pl.ds(place, count), head]
+                    target = read.at[slot, pl.ds(to, count)]
+                    plgpu.copy_gmem_to_smem(source, target, full.at[kind * stages + slot])
+
+            def block(b, carry):
+                to = b * _BLOCK
+                found = [slots[i * TILE + to + token] for token in range(_BLOCK)]
+                aside = found[0] >= 0
+                for token in range(1, _BLOCK):
+                    aside = aside & (found[token] == found[0] + token)
+
+                @pl.when(aside)
+                def _():
+                    copy(found[0], to, _BLOCK)
+                    # for the copies that are not needed
+                    for kind in (0, 1):
+                        for _ in range(_BLOCK - 1):
+                            plgpu.barrier_arrive(full.at[kind * stages + slot])
+
+                @pl.when(jnp.logical_not(aside))
+                def _():
+                    # of no token some other, which is not kept
+                    for token in range(_BLOCK):
+                        copy(jnp.maximum(found[token], 0), to + token, 1)
+
+                return carry
+
+            return lax.fori_loop(0, TILE // _BLOCK, block, carry)
+
+        lax.fori_loop(0, mine, one, ())
+
+    def to_tiles(read, tiles, there):
+        """Puts rows into tiles of wgmma, zeros where there is nothing."""
+        for c in range(chunks):
+            columns = pl.ds(c * 64, 64)
+            rows = plgpu.load(read.at[:, columns], layout=_COPIED, optimized=False)
+            if rows.dtype != jnp.bfloat16:
+                rows = rows.astype(jnp.float32).astype(jnp.bfloat16)
+            if there is not None:
+                rows = jnp.where(there, rows, jnp.zeros_like(rows))
+            tiles[:, columns] = rows
+
+    def product(width, multiply):
+        acc = plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)
+
+        def run(acc):
+            multiply(acc)
+            return acc[...]
+
+        return plgpu.layout_cast(pl.run_scoped(run, acc), _PRODUCT)
+
+    def over_rows(vector):
+        return lax.broadcast_in_dim(vector, (TILE, HEADS), (1,))
+
+    def selected(slots, first, layout, shape):
+        """Which tokens of a tile there are, for each of the other numbers of their rows."""
+        slot = plgpu.load(slots, layout=layout.reduce(1), optimized=False)
+        number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        # beyond the last are those of the next query
+        return (lax.broadcast_in_dim(slot, shape, (0,)) >= 0) & (number < width - first)
+
+    def add(i, carry, first, mine, scratch):
+        """A tile's share in the softmax: its maximum, its sum by row, the weighted values."""
+        top, total, outs = carry
+        slot = lax.rem(i, stages)
+        full, tile, weights = scratch["full"], scratch["tile"], scratch["weights"]
+        slots = scratch["slots"].at[pl.ds(i * TILE, TILE)]
+        first = (first + i) * TILE
+        plgpu.barrier_wait(full.at[slot])
+        to_tiles(scratch["keys"].at[slot], tile.at[0], None)
+        plgpu.commit_smem()
+        score = product(HEADS, lambda acc: plgpu.wgmma(acc, tile.at[0], scratch["queries"].T))
+        there = selected(slots, first, _PRODUCT, score.shape)
+        score = jnp.where(there, score * (channels**-0.5 * math.log2(math.e)), -jnp.inf)
+        higher = jnp.maximum(top, jnp.max(score, axis=0))
+        # before the first token there is no maximum to subtract
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weight = jnp.exp2(score - over_rows(base))
+        kept = over_rows(jnp.exp2(top - base))
+        coarse = weight.astype(jnp.bfloat16)
+        fine = (weight - coarse.astype(jnp.float32)).astype(jnp.bfloat16)
+        weights.at[pl.ds(0, HEADS)].T[...] = coarse
+        weights.at[pl.ds(HEADS, HEADS)].T[...] = fine
+        plgpu.barrier_wait(full.at[stages + slot])
+        there = selected(slots, first, _COPIED, (TILE, 64))
+        to_tiles(scratch["values"].at[slot], tile.at[1], there)
+        plgpu.commit_smem()
+
+        @pl.when(i + stages < mine)
+        def _():
+            plgpu.barrier_arrive(scratch["empty"].at[slot])
+
+        sums = []
+        for c, out in enumerate(outs):
+            values = tile.at[1, :, pl.ds(c * 64, 64)].T
+            both = product(2 * HEADS, lambda acc, v=values: plgpu.wgmma(acc, v, weights.T))
+            sums.append(out * kept + (both[:, :HEADS] + both[:, HEADS:]))
+        return higher, total * kept + weight, tuple(sums)
+
+    def body(query, keys, values, slots, parts_out, logs_out, scratch):
+        part, pair = lax.axis_index("part"), lax.axis_index("pair")
+        row, head = pair // kv_heads, lax.rem(pair, kv_heads)
+        first = part * tiles // parts
+        mine = (part + 1) * tiles // parts - first
+        role, given = lax.axis_index("role"), scratch["given"]
+
+        @pl.when(role == 1)
+        def _():
+            for at in range(0, places, at_once):
+                source = slots.at[pl.ds(row * width + first * TILE + at, at_once)]
+                plgpu.copy_gmem_to_smem(source, scratch["slots"].at[pl.ds(at, at_once)], given)
+            source = query.at[row, pl.ds(head * shared, shared)]
+            plgpu.copy_gmem_to_smem(source, scratch["given_queries"].at[pl.ds(0, shared)], given)
+
+        plgpu.barrier_wait(given)
+
+        @pl.when(role == 1)
+        def _():
+            read = scratch["keys"], scratch["values"]
+            load(
+                head, mine, scratch["slots"], keys, values, *read, scratch["full"], scratch["empty"]
+            )
+
+        @pl.when(role == 0)
+        def _():
+            number = plgpu.broadcasted_iota(jnp.int32, (HEADS, 64), 0, layout=_COPIED)
+            for c in range(chunks):
+                columns = pl.ds(c * 64, 64)
+                rows = scratch["given_queries"].at[:, columns]
+                rows = plgpu.load(rows, layout=_COPIED, optimized=False)
+                rows = jnp.where(number < shared, rows, jnp.zeros_like(rows))
+                scratch["queries"][:, columns] = rows
+            zeros = plgpu.layout_cast(jnp.zeros((TILE, HEADS), jnp.float32), _PRODUCT)
+            top = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), _OVER_ROWS)
+            step = functools.partial(add, first=first, mine=mine, scratch=scratch)
+            top, total, outs = lax.fori_loop(0, mine, step, (top, zeros, (zeros,) * chunks))
+            total = jnp.sum(total, axis=0)
+            # of nothing selected: zeros, with the weight 2**-inf
+            total = jnp.where(total == 0, 1.0, total)
+            logs_out[pair, part] = top + jnp.log(total) * math.log2(math.e)
+            for c, out in enumerate(outs):
+                scratch["upright"][...] = out / over_rows(total)
+                plgpu.commit_smem()
+                turned = plgpu.load(scratch["upright"].T, layout=_LINES, optimized=False)
+                parts_out[pair, part, :, pl.ds(c * 64, 64)] = turned
+
+    body.__name__ = f"sparse_attention_{queries}x{heads}x{width}"
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    scratch: dict[str, Any] = {
+        "slots": plgpu.SMEM((-(-places // at_once) * at_once,), jnp.int32),
+        "given_queries": plgpu.SMEM((HEADS, channels), bf16),
+        "queries": plgpu.SMEM((HEADS, channels), bf16, transforms=_SWIZZLED),
+        "keys": plgpu.SMEM((stages, TILE, channels), kept_in),
+        "values": plgpu.SMEM((stages, TILE, channels), kept_in),
+        # of keys, then of values
+        "tile": plgpu.SMEM((2, TILE, channels), bf16, transforms=_SWIZZLED),
+        "weights": plgpu.SMEM((2 * HEADS, TILE), bf16, transforms=_SWIZZLED),
+        "upright": plgpu.SMEM((TILE, HEADS), f32),
+        "given": plgpu.Barrier(num_arrivals=-(-places // at_once) + 1),
+        "full": plgpu.Barrier(num_arrivals=TILE, num_barriers=2 * stages),
+        "empty": plgpu.Barrier(num_barriers=stages),
+    }
+    shape = jax.ShapeDtypeStruct
+    return plgpu.kernel(
+        body,
+        out_type=(shape((pairs, parts, HEADS, channels), f32), shape((pairs, parts, HEADS), f32)),
+        grid=(parts, pairs),
+        grid_names=("part", "pair"),
+        num_threads=2,
+        thread_name="role",
+        scratch_types=(scratch,),
+    )
