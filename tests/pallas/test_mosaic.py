@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ def test_stages_are_reused_over_tiles_of_keys(monkeypatch):
     monkeypatch.setattr(scores_of_blocks, "_CTAS", 1)
     monkeypatch.setattr(scores_of_blocks, "_STAGES", 2)
     rng, page = np.random.default_rng(0), 64
-    inputs = dict(
+    inputs: dict[str, Any] = dict(
         query=normal(rng, (1, 3, 2, 16), BF16),
         index_key=normal(rng, (320 // page + 1, page, 16), BF16),
         page_table=integers(rng.permutation(320 // page))[None],
