@@ -110,57 +110,68 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
                 plgpu.barrier_wait(empty.at[slot])
 
             def copy(place, to, count):
-                for pool, read, kind in ((keys, keys_read, 0), (values, values_read, 1)):
+                for pool, read in ((keys, keys_read), (values, values_read)):
                     source = pool.at[pl.ds(place, count), head]
                     target = read.at[slot, pl.ds(to, count)]
-                    plgpu.copy_gmem_to_smem(source, target, full.at[kind * stages + slot])
+                    plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
-            def block(b, carry):
-                to = b * _BLOCK
-                found = [slots[i * TILE + to + token] for token in range(_BLOCK)]
-                aside = found[0] >= 0
-                for token in range(1, _BLOCK):
-                    aside = aside & (found[token] == found[0] + token)
+            def blocks(b, carry):
+                """Asks for four blocks, each with a warp of its own."""
+                first = b * 4 * _BLOCK
+                found = [slots[i * TILE + first + token] for token in range(4 * _BLOCK)]
 
-                @pl.when(aside)
-                def _():
-                    copy(found[0], to, _BLOCK)
-                    # for the copies that are not needed
-                    for kind in (0, 1):
-                        for _ in range(_BLOCK - 1):
-                            plgpu.barrier_arrive(full.at[kind * stages + slot])
+                @plgpu.warp_map
+                def _(warp):
+                    to = first + warp * _BLOCK
+                    # a warp cannot load
+                    mine = found[:_BLOCK]
+                    for w in range(1, 4):
+                        others = found[w * _BLOCK : (w + 1) * _BLOCK]
+                        pairs = zip(others, mine, strict=True)
+                        mine = [jnp.where(warp == w, other, own) for other, own in pairs]
+                    aside = mine[0] >= 0
+                    for token in range(1, _BLOCK):
+                        aside = aside & (mine[token] == mine[0] + token)
 
-                @pl.when(jnp.logical_not(aside))
-                def _():
-                    # of no token some other, which is not kept
-                    for token in range(_BLOCK):
-                        copy(jnp.maximum(found[token], 0), to + token, 1)
+                    def together():
+                        copy(mine[0], to, _BLOCK)
+                        # for the copies that are not needed
+                        for _ in range(2 * (_BLOCK - 1)):
+                            plgpu.barrier_arrive(full.at[slot])
+
+                    def alone():
+                        # of no token some other, which is not kept
+                        for token in range(_BLOCK):
+                            copy(jnp.maximum(mine[token], 0), to + token, 1)
+
+                    lax.cond(aside, together, alone)
 
                 return carry
 
-            return lax.fori_loop(0, TILE // _BLOCK, block, carry)
+            return lax.fori_loop(0, TILE // _BLOCK // 4, blocks, carry)
 
         lax.fori_loop(0, mine, one, ())
 
-    def to_tiles(read, tiles, there):
+    def to_tiles(read, tile, there):
         """Puts rows into tiles of wgmma, zeros where there is nothing."""
-        for c in range(chunks):
-            columns = pl.ds(c * 64, 64)
-            rows = plgpu.load(read.at[:, columns], layout=_COPIED, optimized=False)
-            if rows.dtype != jnp.bfloat16:
-                rows = rows.astype(jnp.float32).astype(jnp.bfloat16)
-            if there is not None:
-                rows = jnp.where(there, rows, jnp.zeros_like(rows))
-            tiles[:, columns] = rows
+        rows = plgpu.load(read, layout=_COPIED, optimized=False)
+        if rows.dtype != jnp.bfloat16:
+            rows = rows.astype(jnp.float32).astype(jnp.bfloat16)
+        if there is not None:
+            rows = jnp.where(there, rows, jnp.zeros_like(rows))
+        tile[...] = rows
 
-    def product(width, multiply):
-        acc = plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)
+    def products(width, *operands):
+        """Of 64 rows each with the same columns, all under way at once."""
 
-        def run(acc):
-            multiply(acc)
-            return acc[...]
+        def run(*accs):
+            for acc, (left, right) in zip(accs, operands, strict=True):
+                plgpu.wgmma(acc, left, right)
+            plgpu.wgmma_wait(0)
+            return tuple(acc[...] for acc in accs)
 
-        return plgpu.layout_cast(pl.run_scoped(run, acc), _PRODUCT)
+        accs = [plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)] * len(operands)
+        return [plgpu.layout_cast(sums, _PRODUCT) for sums in pl.run_scoped(run, *accs)]
 
     def over_rows(vector):
         return lax.broadcast_in_dim(vector, (TILE, HEADS), (1,))
@@ -176,13 +187,20 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
         """A tile's share in the softmax: its maximum, its sum by row, the weighted values."""
         top, total, outs = carry
         slot = lax.rem(i, stages)
-        full, tile, weights = scratch["full"], scratch["tile"], scratch["weights"]
+        tile, weights = scratch["tile"], scratch["weights"]
         slots = scratch["slots"].at[pl.ds(i * TILE, TILE)]
         first = (first + i) * TILE
-        plgpu.barrier_wait(full.at[slot])
+        plgpu.barrier_wait(scratch["full"].at[slot])
         to_tiles(scratch["keys"].at[slot], tile.at[0], None)
+        there = selected(slots, first, _COPIED, (TILE, channels))
+        to_tiles(scratch["values"].at[slot], tile.at[1], there)
         plgpu.commit_smem()
-        score = product(HEADS, lambda acc: plgpu.wgmma(acc, tile.at[0], scratch["queries"].T))
+
+        @pl.when(i + stages < mine)
+        def _():
+            plgpu.barrier_arrive(scratch["empty"].at[slot])
+
+        (score,) = products(HEADS, (tile.at[0], scratch["queries"].T))
         there = selected(slots, first, _PRODUCT, score.shape)
         score = jnp.where(there, score * (channels**-0.5 * math.log2(math.e)), -jnp.inf)
         higher = jnp.maximum(top, jnp.max(score, axis=0))
@@ -194,20 +212,13 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
         fine = (weight - coarse.astype(jnp.float32)).astype(jnp.bfloat16)
         weights.at[pl.ds(0, HEADS)].T[...] = coarse
         weights.at[pl.ds(HEADS, HEADS)].T[...] = fine
-        plgpu.barrier_wait(full.at[stages + slot])
-        there = selected(slots, first, _COPIED, (TILE, 64))
-        to_tiles(scratch["values"].at[slot], tile.at[1], there)
         plgpu.commit_smem()
-
-        @pl.when(i + stages < mine)
-        def _():
-            plgpu.barrier_arrive(scratch["empty"].at[slot])
-
-        sums = []
-        for c, out in enumerate(outs):
-            values = tile.at[1, :, pl.ds(c * 64, 64)].T
-            both = product(2 * HEADS, lambda acc, v=values: plgpu.wgmma(acc, v, weights.T))
-            sums.append(out * kept + (both[:, :HEADS] + both[:, HEADS:]))
+        values = [tile.at[1, :, pl.ds(c * 64, 64)].T for c in range(chunks)]
+        both = products(2 * HEADS, *((value, weights.T) for value in values))
+        sums = [
+            out * kept + (sums[:, :HEADS] + sums[:, HEADS:])
+            for out, sums in zip(outs, both, strict=True)
+        ]
         return higher, total * kept + weight, tuple(sums)
 
     def body(query, keys, values, slots, parts_out, logs_out, scratch):
@@ -236,13 +247,8 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
 
         @pl.when(role == 0)
         def _():
-            number = plgpu.broadcasted_iota(jnp.int32, (HEADS, 64), 0, layout=_COPIED)
-            for c in range(chunks):
-                columns = pl.ds(c * 64, 64)
-                rows = scratch["given_queries"].at[:, columns]
-                rows = plgpu.load(rows, layout=_COPIED, optimized=False)
-                rows = jnp.where(number < shared, rows, jnp.zeros_like(rows))
-                scratch["queries"][:, columns] = rows
+            number = plgpu.broadcasted_iota(jnp.int32, (HEADS, channels), 0, layout=_COPIED)
+            to_tiles(scratch["given_queries"], scratch["queries"], number < shared)
             zeros = plgpu.layout_cast(jnp.zeros((TILE, HEADS), jnp.float32), _PRODUCT)
             top = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), _OVER_ROWS)
             step = functools.partial(add, first=first, mine=mine, scratch=scratch)
@@ -270,7 +276,7 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
         "weights": plgpu.SMEM((2 * HEADS, TILE), bf16, transforms=_SWIZZLED),
         "upright": plgpu.SMEM((TILE, HEADS), f32),
         "given": plgpu.Barrier(num_arrivals=-(-places // at_once) + 1),
-        "full": plgpu.Barrier(num_arrivals=TILE, num_barriers=2 * stages),
+        "full": plgpu.Barrier(num_arrivals=2 * TILE, num_barriers=stages),
         "empty": plgpu.Barrier(num_barriers=stages),
     }
     shape = jax.ShapeDtypeStruct
