@@ -17,6 +17,8 @@ from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.index_score import mosaic_hopper as scores_of_blocks
 from qwen4jax.pallas.skinny_matmul import mosaic_hopper, skinny_matmul
 from qwen4jax.pallas.skinny_matmul.mosaic_hopper import Tiles
+from qwen4jax.pallas.sparse_attention import mosaic_hopper as attention
+from qwen4jax.pallas.sparse_attention import sparse_attention
 from tests.pallas.calls import assert_matches, f64
 from tests.pallas.mosaic_simulator import simulated
 
@@ -62,6 +64,25 @@ def test_stages_are_reused_over_tiles_of_keys(monkeypatch):
     seen = np.isfinite(want)
     np.testing.assert_array_equal(np.isneginf(got), ~seen)
     assert_matches(got[seen], f64(want)[seen])
+
+
+def test_stages_are_reused_over_tiles_of_tokens(monkeypatch):
+    """One CTA has all tiles of a selection, the last of which is an open block's tail."""
+    monkeypatch.setattr(attention, "_CTAS", 1)
+    rng, blocks = np.random.default_rng(0), 48
+    first = rng.permutation(60)[:blocks] * 4
+    slots = np.append((first[:, None] + np.arange(4)).reshape(-1), [240, -1, -1])
+    inputs: dict[str, Any] = dict(
+        query=normal(rng, (1, 1, 5, 64), BF16, 4.0),
+        gate=normal(rng, (1, 1, 5, 64), BF16),
+        key=normal(rng, (16, 16, 1, 64), BF16),
+        value=normal(rng, (16, 16, 1, 64), BF16),
+        slots=integers(slots)[None, None],
+    )
+    with simulated():
+        got = sparse_attention(**inputs, implementation="mosaic_hopper")
+    want = sparse_attention(**inputs, implementation="reference")
+    assert_matches(got, f64(want), share=3e-6, steps=2)
 
 
 def test_a_nan_row_stays_alone():
