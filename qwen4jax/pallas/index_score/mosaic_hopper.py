@@ -70,25 +70,30 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
     lanes = min(tiles, max(1, _CTAS // (parts * rows)))
 
     def load(lane, row, keys, table, keys_read, mine, full, empty):
-        def one(i, carry):
-            slot = lax.rem(i, _STAGES)
+        def of_tile(i):
             first = (lane + i * lanes) * TILE
-            blocks = [first + j * part for j in range(TILE // part)]
+            return [first + j * part for j in range(TILE // part)]
+
+        def pages_of(i):
             # a page beyond the table, or none, is some page: its scores are not kept
-            found = [table[row, jnp.minimum(b // per_page, pages - 1)] for b in blocks]
+            found = [table[row, jnp.minimum(b // per_page, pages - 1)] for b in of_tile(i)]
+            return [jnp.maximum(page, 0) for page in found]
+
+        def one(i, found):
+            slot = lax.rem(i, _STAGES)
+            following = pages_of(i + 1)
 
             @pl.when(i >= _STAGES)
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            for j, (block, page) in enumerate(zip(blocks, found, strict=True)):
-                within = pl.ds(lax.rem(block, per_page), part)
-                source = keys.at[jnp.maximum(page, 0), within]
+            for j, (block, page) in enumerate(zip(of_tile(i), found, strict=True)):
+                source = keys.at[page, pl.ds(lax.rem(block, per_page), part)]
                 target = keys_read.at[slot, pl.ds(j * part, part)]
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-            return carry
+            return following
 
-        lax.fori_loop(0, mine, one, ())
+        lax.fori_loop(0, mine, one, pages_of(0))
 
     def put(lane, row, first, i, turned, out):
         blocks = pl.ds((lane + i * lanes) * TILE, TILE)
@@ -134,10 +139,10 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
                 target = queries.at[pl.ds(head * together, together)]
                 plgpu.copy_gmem_to_smem(source, target, given)
 
-        plgpu.barrier_wait(given)
-        most = limits[0]
+        # read apart, so that the first keys need not wait for the queries
+        most = complete[row * places + first]
         for i in range(1, min(together, places)):
-            most = jnp.maximum(most, limits[i])
+            most = jnp.maximum(most, complete[row * places + jnp.minimum(first + i, places - 1)])
         seen = jnp.minimum((most + TILE - 1) // TILE, tiles)
         # tiles of this CTA, and those of them of which something is seen
         mine = (tiles - lane + lanes - 1) // lanes
@@ -150,6 +155,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
         @pl.when(role == 0)
         def _():
             upright, turned = scratch["upright"], scratch["turned"]
+            plgpu.barrier_wait(given)
             limit = plgpu.load(limits, layout=_KEYS.reduce(0), optimized=False)
             limit = lax.broadcast_in_dim(limit, (TILE, together), (1,))
             number = plgpu.broadcasted_iota(jnp.int32, (TILE, together), 0, layout=_KEYS)

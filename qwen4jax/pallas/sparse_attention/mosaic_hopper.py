@@ -77,12 +77,17 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
 
 
 def _merge(parts, logs):
-    """The values [pairs, heads, channels] of parts that are normed, of weights 2**logs."""
-    top = jnp.max(logs, axis=1, keepdims=True)
-    weights = jnp.exp2(logs - jnp.where(top == -jnp.inf, 0, top))
-    total = jnp.sum(weights, axis=1)
-    out = jnp.sum(parts * weights[..., None], axis=1)
-    return out / jnp.where(total == 0, 1, total)[..., None]
+    """The values [pairs, heads, channels] of parts that are normed, of weights 2**logs.
+
+    Sums are written out: XLA makes two kernels of them, of reductions three.
+    """
+    count = range(logs.shape[1])
+    top = functools.reduce(jnp.maximum, (logs[:, i] for i in count))
+    base = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp2(logs[:, i] - base) for i in count]
+    total = sum(weights[1:], weights[0])
+    terms = [parts[:, i] * weight[..., None] for i, weight in enumerate(weights)]
+    return sum(terms[1:], terms[0]) / jnp.where(total == 0, 1, total)[..., None]
 
 
 def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> Any:
