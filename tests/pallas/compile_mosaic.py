@@ -56,18 +56,15 @@ def main(target: str) -> None:
             up,
             None if final else inject,
         )
-    for rows, places in ((32, 4),):
-        assemble(
-            index_score,
-            array(rows, places, 4, 128),
-            array(1024, 16, 128),
-            array(rows, 1024, dtype=I32),
-            array(rows, places, dtype=I32),
-        )
-    for rows, kind in ((1, BF16), (32, jnp.float8_e4m3fn)):
-        queries, pool = array(rows, 4, 24, 256), array(1024 * rows, 64, 2, 256, dtype=kind)
-        slots = array(rows, 4, 2051, dtype=I32)
-        assemble(sparse_attention, queries, queries, pool, pool, slots)
+    limits = array(32, 4, dtype=I32)
+    table = array(32, 1024, dtype=I32)
+    assemble(index_score, array(32, 4, 4, 128), array(1024, 16, 128), table, limits)
+    queries, pool, slots = (
+        array(1, 4, 24, 256),
+        array(1024, 64, 2, 256),
+        array(1, 4, 2051, dtype=I32),
+    )
+    assemble(sparse_attention, queries, queries, pool, pool, slots)
 
 
 if __name__ == "__main__":
