@@ -14,9 +14,11 @@ from jax.experimental import topologies
 
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_residual import boundary
+from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.skinny_matmul import projections
+from qwen4jax.pallas.sparse_attention import sparse_attention
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def main(target: str) -> None:
@@ -54,6 +56,15 @@ def main(target: str) -> None:
             up,
             None if final else inject,
         )
+    limits = array(32, 4, dtype=I32)
+    table = array(32, 1024, dtype=I32)
+    assemble(index_score, array(32, 4, 4, 128), array(1024, 16, 128), table, limits)
+    queries, pool, slots = (
+        array(1, 4, 24, 256),
+        array(1024, 64, 2, 256),
+        array(1, 4, 2051, dtype=I32),
+    )
+    assemble(sparse_attention, queries, queries, pool, pool, slots)
 
 
 if __name__ == "__main__":

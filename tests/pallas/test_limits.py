@@ -11,6 +11,7 @@ from qwen4jax.pallas import compress_and_store, registry
 from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.gated_delta import chunks
 from qwen4jax.pallas.gated_delta.cases import CASES as GATED_DELTA
+from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.moe import Shared, experts, router
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.pallas.sparse_attention.cases import CASES as SPARSE_ATTENTION
@@ -129,3 +130,29 @@ def test_queries_that_read_together():
     attend("up to 16 query heads of a kv head, not 17", key, table, heads=17 * key.shape[2])
     attend("not of 12", shape(4, 12, *key.shape[2:]), table)
     attend("up to 134217728 tokens", shape(1 << 22, 64, *key.shape[2:]), table)
+
+
+def test_attention_in_mosaic():
+    def attend(reason: str, heads: int, channels: int, *, dtype: Any = BF16, kept: Any = BF16):
+        query, key = shape(1, 2, heads, channels, dtype=dtype), shape(4, 8, 1, channels, dtype=kept)
+        given = (query, query, key, key, shape(1, 2, 9, dtype=jnp.int32))
+        refused(reason, sparse_attention, *given, implementation="mosaic_hopper")
+
+    attend("bfloat16 queries", 4, 64, dtype=F32)
+    attend("not for keys of float32", 4, 64, kept=F32)
+    attend("up to 16 query heads of a kv head, not 17", 17, 64)
+    attend("up to 256 channels by 64 in bfloat16, not 320", 4, 320)
+    attend("up to 256 channels by 128 in float8_e4m3fn, not 64", 4, 64, kept=jnp.float8_e4m3fn)
+
+
+def test_scores_in_mosaic():
+    def score(reason: str, heads: int, channels: int, page: int, dtype: Any = BF16):
+        sizes = (1, 2, heads, channels), (4, page, channels)
+        tables = shape(1, 3, dtype=jnp.int32), shape(1, 2, dtype=jnp.int32)
+        given = (*(shape(*size, dtype=dtype) for size in sizes), *tables)
+        refused(reason, index_score, *given, implementation="mosaic_hopper")
+
+    score("for bfloat16, not float32 queries", 4, 64, 16, F32)
+    score("up to 16 heads, these are 17", 17, 64, 16)
+    score("channels by 64, not 48", 4, 48, 16)
+    score("not of 12", 4, 64, 12)

@@ -14,6 +14,12 @@ IMPLEMENTATIONS = Operation(
             needs=("triton",),
             refuses=limits.refuses,
         ),
+        "mosaic_hopper": Kernel(
+            "qwen4jax.pallas.index_score.mosaic_hopper.index_score",
+            devices=r"H100|H200|GH200",
+            devices_text="a Hopper GPU",
+            refuses=limits.refuses_mosaic,
+        ),
     },
 )
 

@@ -49,7 +49,9 @@ CASES = (
     _case("places_63", (1, 63, 4, 8, 8, 2), (np.arange(63) + 1) // 4),
     _case("blocks_1000", (1, 1, 4, 16, 63, 16), 1000),
     _case("one_head_page_of_one_block", (2, 1, 1, 8, 3, 1), [[1], [3]]),
-    _case("bfloat16", (2, 4, 4, 32, 5, 2), [[5, 5, 6, 6], [9, 9, 9, 10]], BF16),
+    _case("bfloat16", (2, 4, 4, 32, 5, 8), [[5, 5, 6, 6], [39, 39, 39, 40]], BF16),
+    # tiles of keys of which some, a part or nothing is seen
+    _case("bfloat16_tiles", (2, 9, 2, 64, 9, 16), [[0], [70]], BF16, holes=2),
     _case("zero_queries", (1, 2, 2, 16, 3, 2), 5, scale=0.0),
     *(
         _case(

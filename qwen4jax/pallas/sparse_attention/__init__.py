@@ -19,6 +19,12 @@ IMPLEMENTATIONS = Operation(
             needs=("triton",),
             refuses=limits.refuses_together,
         ),
+        "mosaic_hopper": Kernel(
+            "qwen4jax.pallas.sparse_attention.mosaic_hopper.sparse_attention",
+            devices=r"H100|H200|GH200",
+            devices_text="a Hopper GPU",
+            refuses=limits.refuses_mosaic,
+        ),
     },
 )
 

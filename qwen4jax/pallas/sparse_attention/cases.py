@@ -140,6 +140,9 @@ CASES = (
     _case("selected_2051", (1, 1, 6, 1, 16, 40, 64), (2051, 2051), BF16),
     _case("selected_2047_of_2054", (1, 4, 4, 2, 16, 40, 64), (2054, 2047), BF16, paged=True),
     _case("selected_2048_by_12", (3, 4, 2, 1, 16, 80, 64), (2051, 2048), BF16),
+    # what Mosaic takes: wide heads, more than one tile, tokens alone and in blocks
+    _case("channels_64", (1, 1, 3, 1, 64, 8, 16), (70, 66), BF16, gap=0.1),
+    _chunk("channels_128_e4m3", 4, 69, (3, 1, 128, 8), 17, cache=E4M3),
     _chunk("chunk_of_a_prompt", 37, 0, (6, 2, 16, 8), 4),
     _chunk("chunk_further_on", 21, 70, (6, 2, 16, 8), 8, F32, kept=0.5),
     _chunk("chunk_e4m3", 21, 70, (6, 2, 16, 8), 8, cache=E4M3),
@@ -184,6 +187,10 @@ CASES = (
             device_only=True,
         )
         for name, places, start, kind in (
+            # 4 and 128 queries that select whole blocks
+            ("of_7_at_64k", 7, 65024, BF16),
+            ("of_7_at_64k_e4m3", 7, 65024, E4M3),
+            ("of_131_at_64k", 131, 65024, BF16),
             ("from_0", 512, 0, BF16),
             ("from_2k", 2048, 2048, BF16),
             ("at_64k", 512, 65024, BF16),

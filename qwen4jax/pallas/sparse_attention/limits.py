@@ -4,6 +4,8 @@ import jax.numpy as jnp
 
 # queries of a request that read together in `triton_together`, 4 or 8: bits of a token's mark
 TOGETHER = 4
+# query heads of a kv head in `mosaic_hopper`: the columns of its products
+MOSAIC_HEADS = 16
 
 _KEPT = (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn)
 
@@ -37,3 +39,20 @@ def refuses_together(query, gate, key, value, slots, page_table=None):
     if key.shape[0] * key.shape[1] > most:
         return f"is for up to {most} tokens in all pages"
     return refuses(query, gate, key, value, slots, page_table)
+
+
+def refuses_mosaic(query, gate, key, value, slots, page_table=None):
+    """What keeps the Mosaic kernel from these arguments, if anything."""
+    if query.dtype != jnp.bfloat16:
+        return f"is for bfloat16 queries, these are {query.dtype}"
+    if key.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or value.dtype != key.dtype:
+        return f"is not for keys of {key.dtype} and values of {value.dtype}"
+    if query.shape[2] // key.shape[2] > MOSAIC_HEADS:
+        shared = query.shape[2] // key.shape[2]
+        return f"is for up to {MOSAIC_HEADS} query heads of a kv head, not {shared}"
+    channels = query.shape[3]
+    # TMA puts a token on a boundary of 128 bytes
+    step = 128 // key.dtype.itemsize
+    if channels > 256 or channels % step:
+        return f"is for up to 256 channels by {step} in {key.dtype}, not {channels}"
+    return None
