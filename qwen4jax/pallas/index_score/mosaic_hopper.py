@@ -56,11 +56,15 @@ def _scores(query, index_key, page_table, complete):
     kernel = _kernel(
         (rows, places, heads, channels), page_table.shape[1], index_key.shape, together
     )
-    return kernel(query, index_key, page_table, complete.reshape(-1))
+    scores = kernel(query, index_key, page_table, complete.reshape(-1))
+    return scores[:, :places, : page_table.shape[1] * index_key.shape[1]]
 
 
 def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together: int) -> Any:
-    """Takes queries, keys, pages and the limits of all queries in a row; gives the scores."""
+    """Takes queries, keys, pages and the limits of all queries in a row; gives the scores.
+
+    There are more than asked for where TMA takes eights of queries and lines of 32 blocks.
+    """
     rows, places, heads, channels = sizes
     _, per_page, _ = pool
     # of a page or a part of it, that is copied at once
@@ -68,6 +72,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
     width = pages * per_page
     tiles, parts = -(-width // TILE), -(-places // together)
     lanes = min(tiles, max(1, _CTAS // (parts * rows)))
+    tall = places if places <= 8 else -(-places // 8) * 8
 
     def load(lane, row, keys, table, keys_read, mine, full, empty):
         def of_tile(i):
@@ -206,7 +211,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
     }
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, places, width), f32),
+        out_type=jax.ShapeDtypeStruct((rows, tall, -(-width // 32) * 32), f32),
         grid=(lanes, parts, rows),
         grid_names=("lane", "part", "row"),
         num_threads=2,

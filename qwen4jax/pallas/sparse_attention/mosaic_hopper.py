@@ -66,7 +66,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         slots = physical(page_table, slots, key.shape[1])
     attend = _kernel((queries, heads, channels), kv_heads, slots.shape[-1], key.dtype)
     parts, logs = attend(
-        query.reshape(queries, heads, channels),
+        query.reshape(queries, kv_heads, -1, channels),
         key.reshape(-1, kv_heads, channels),
         value.reshape(-1, kv_heads, channels),
         slots.reshape(-1),
@@ -238,7 +238,7 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
             for at in range(0, places, at_once):
                 source = slots.at[pl.ds(row * width + first * TILE + at, at_once)]
                 plgpu.copy_gmem_to_smem(source, scratch["slots"].at[pl.ds(at, at_once)], given)
-            source = query.at[row, pl.ds(head * shared, shared)]
+            source = query.at[row, head]
             plgpu.copy_gmem_to_smem(source, scratch["given_queries"].at[pl.ds(0, shared)], given)
 
         plgpu.barrier_wait(given)
