@@ -32,7 +32,7 @@ def elementwise(
     count = operands[0].size // pack
 
     def value(source: str) -> np.ndarray:
-        return registers[source] if source in registers else np.uint32(int(source, 0))
+        return registers[source] if source in registers else np.array(int(source, 0), np.uint32)
 
     for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
         line = line.strip()
@@ -67,7 +67,7 @@ def _words(values: np.ndarray) -> np.ndarray:
 def _allocate(words: int) -> np.ndarray:
     """Address of shared memory for one program, which holds what no result has."""
     _shared[:] = [np.full(words, 0x7FFFFFB2, np.uint32)]
-    return np.uint32(0)
+    return np.zeros((), np.uint32)
 
 
 def _change(how: str, there: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
@@ -107,8 +107,13 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _halves(words: np.ndarray) -> np.ndarray:
-    """Values of pairs of bfloat16, float64, from the bits: XLA's threads flush subnormals."""
-    bits = np.ascontiguousarray(words)[:, None].view(np.uint16).astype(np.int32)
+    """Values of pairs of bfloat16, float64."""
+    return bfloat16_values(np.ascontiguousarray(words)[:, None].view(np.uint16))
+
+
+def bfloat16_values(bits: np.ndarray) -> np.ndarray:
+    """Values, float64, of bfloat16 from the bits: XLA's threads flush subnormals."""
+    bits = bits.astype(np.int32)
     exponent, fraction = bits >> 7 & 0xFF, bits & 0x7F
     fraction = np.where(exponent > 0, fraction + 128, fraction)
     value = np.ldexp(fraction.astype(np.float64), np.maximum(exponent, 1) - 134)

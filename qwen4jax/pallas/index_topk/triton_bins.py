@@ -1,4 +1,4 @@
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Selection of blocks on a GPU: one program per row, counting in shared memory; exact.
 
 Bytes are nothing (66 kB a row of 14k blocks); what takes time is that every step of a selection

@@ -1,4 +1,4 @@
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """Shared memory of a Triton program that is addressed by computed numbers.
 
 The language has neither a scatter within a program nor a count in bins that keeps up with the
