@@ -39,13 +39,13 @@ _MANY = 512
 _SLICE = 64
 
 
-# The bits of e4m3, one lower in each half than those of bfloat16 of the same sign and mantissa, are a
-# bfloat16 2**-120 times the number, subnormals too. Half of that is in the other factors.
+# The bits of e4m3, put where those of bfloat16 of the same sign and mantissa are, are a bfloat16
+# 2**-120 times the number, subnormals too. The other factors of a product make up for half of it.
 _LIFT = 2.0**60
 
 
 def _byte_of(j, use):
-    """PTX: channels `j` of two words of e4m3 as bfloat16 times 2**-120, exact; NaN becomes a number.
+    """PTX: channels `j` of two words of e4m3 as bfloat16 times 2**-120, but NaN becomes a number.
 
     The uses differ in their text: of a result that two products take, the compiler moves one to the
     products' registers and sends the other through shared memory.
