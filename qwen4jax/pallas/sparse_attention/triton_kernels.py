@@ -306,9 +306,16 @@ def _attend(query, found, spoiled, slot, top, outs, SCALE: tl.constexpr, LIFT: t
     EACH: tl.constexpr = len(query)
     key, value = found
     score = tl.zeros((query[0].shape[0], slot.shape[0]), tl.float32)
-    for j in tl.static_range(EACH):
+    # two sums: each product waits for the one before
+    other = tl.zeros_like(score)
+    for j in tl.static_range(0, EACH, 2):
         channels = _channels(key, j, 0, EACH, query[0].dtype)
         score = tl.dot(query[j], tl.trans(channels), score, input_precision="ieee")
+        if EACH > 1:
+            channels = _channels(key, j + 1, 0, EACH, query[0].dtype)
+            other = tl.dot(query[j + 1], tl.trans(channels), other, input_precision="ieee")
+    if EACH > 1:
+        score += other
     score = tl.where((slot >= 0)[None, :], score * (SCALE * LIFT), float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     score = tl.where((spoiled != 0)[None, :], float("nan"), score)
