@@ -29,15 +29,31 @@ def elementwise(
         words = _words(operand.reshape(-1, pack))
         for column in range(words.shape[1]):
             registers[f"${sum(widths) + len(registers)}"] = words[:, column]
+    count = operands[0].size // pack
+
+    def value(source: str) -> np.ndarray:
+        return registers[source] if source in registers else np.array(int(source, 0), np.uint32)
+
     for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
-        if line.strip() and not re.search(_NO_RESULT, line):
-            name, *arguments = (part.strip() for part in re.split(r"[ ,]+", line.strip()))
-            target, *sources = arguments
-            values = [registers[s] if s in registers else np.uint32(int(s, 0)) for s in sources]
-            registers[target] = _INSTRUCTIONS[name](*values)
+        line = line.strip()
+        if allocated := re.match(r"\.shared .* (\w+)\[(\d+)\]$", line):
+            registers[allocated[1]] = _allocate(int(allocated[2]))
+        elif access := re.match(r"(?:@(\w+) )?(st|red)\.shared[.\w]* \[(.+)\], (.+)$", line):
+            there, how, address, sources = access.groups()
+            there = registers[there] if there else np.uint32(1)
+            for i, source in enumerate(sources.split(", ")):
+                at = value(address) + np.uint32(4 * i)
+                _change(how, *np.broadcast_arrays(there != 0, at, value(source)))
+        elif access := re.match(r"ld\.shared[.\w]* (.+), \[(.+)\]$", line):
+            for i, target in enumerate(access[1].split(", ")):
+                registers[target] = _shared[0][value(access[2]) // 4 + i]
+        elif line and not re.search(_NO_RESULT, line):
+            name, target, *sources = (part.strip() for part in re.split(r"[ ,]+", line))
+            registers[target] = _INSTRUCTIONS[name](*(value(s) for s in sources))
     out, at = [], 0
     for width, dtype in zip(widths, results, strict=True):
-        words = np.stack([registers[f"${at + i}"] for i in range(width)], axis=1)
+        columns = [np.broadcast_to(registers[f"${at + i}"], count) for i in range(width)]
+        words = np.stack(columns, axis=1)
         at += width
         out.append(np.ascontiguousarray(words).view(dtype).reshape(shape))
     return out
@@ -46,6 +62,21 @@ def elementwise(
 def _words(values: np.ndarray) -> np.ndarray:
     """Rows of elements as 32-bit words."""
     return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _allocate(words: int) -> np.ndarray:
+    """Address of shared memory for one program, which holds what no result has."""
+    _shared[:] = [np.full(words, 0x7FFFFFB2, np.uint32)]
+    return np.zeros((), np.uint32)
+
+
+def _change(how: str, there: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+    """Stores words, or adds to them, where an access is there."""
+    place = address[there] // 4
+    if how == "st":
+        _shared[0][place] = value[there]
+    else:
+        np.add.at(_shared[0], place, value[there])
 
 
 def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -97,8 +128,13 @@ def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 
 def _halves(words: np.ndarray) -> np.ndarray:
-    """Values of pairs of bfloat16, float64, from the bits: XLA's threads flush subnormals."""
-    bits = np.ascontiguousarray(words)[:, None].view(np.uint16).astype(np.int32)
+    """Values of pairs of bfloat16, float64."""
+    return bfloat16_values(np.ascontiguousarray(words)[:, None].view(np.uint16))
+
+
+def bfloat16_values(bits: np.ndarray) -> np.ndarray:
+    """Values, float64, of bfloat16 from the bits: XLA's threads flush subnormals."""
+    bits = bits.astype(np.int32)
     exponent, fraction = bits >> 7 & 0xFF, bits & 0x7F
     fraction = np.where(exponent > 0, fraction + 128, fraction)
     value = np.ldexp(fraction.astype(np.float64), np.maximum(exponent, 1) - 134)
@@ -117,14 +153,17 @@ def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray
     return run
 
 
+# of the program under way: programs run one after the other
+_shared: list[np.ndarray] = []
 # what only asks the cache for bytes, in one thread
-_NO_RESULT = r"prefetch|%tid|setp"
+_NO_RESULT = r"prefetch|%tid|setp\.eq"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "mov.b32": np.copy,
+    "setp.ne.s32": np.not_equal,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _product,

@@ -106,7 +106,8 @@ def _select(scores, index, implementation):
         return index_topk(scores, index, blocks=3, ratio=4, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# the others differ in the kernel only, which sees single rows
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize(
     ("workspace", "tiles"),
     # a place of 2 requests is 192 bytes: all 53, tiles of whole loads of keys, and smaller ones

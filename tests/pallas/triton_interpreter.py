@@ -229,7 +229,12 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprec
         kind = _NUMPY.get(x.dtype.scalar)
         if kind is None:
             return x.data.astype(d.data.dtype)
-        return np.ascontiguousarray(x.data).view(kind).reshape(x.data.shape).astype(np.float32)
+        bits = np.ascontiguousarray(x.data)
+        if kind is ml_dtypes.bfloat16:
+            magnitude = bits.view(np.uint16) & 0x7FFF
+            if np.any((magnitude > 0) & (magnitude < 0x80)):
+                return ptx.bfloat16_values(bits.view(np.uint16)).reshape(bits.shape)
+        return bits.view(kind).reshape(bits.shape).astype(np.float32)
 
     product = np.matmul(values(a), values(b)).astype(d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)

@@ -14,6 +14,11 @@ IMPLEMENTATIONS = Operation(
             needs=("triton",),
             refuses=limits.refuses,
         ),
+        "triton_bins": Kernel(
+            "qwen4jax.pallas.index_topk.triton_bins.index_topk",
+            needs=("triton",),
+            refuses=limits.refuses,
+        ),
     },
 )
 

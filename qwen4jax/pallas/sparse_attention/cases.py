@@ -15,6 +15,7 @@ def _case(
     cache=None,
     gap=0.0,
     scale=1.0,
+    kept=1.0,
     paged=False,
     device_only=False,
 ):
@@ -28,6 +29,7 @@ def _case(
         cache: dtype of keys and values, by default `dtype`.
         gap: share of the taken places that are empty.
         scale: of the queries.
+        kept: scale of keys and values.
         paged: give tokens' numbers in their row and a page table, whose last page is missing.
         device_only: see `Case`.
     """
@@ -55,8 +57,8 @@ def _case(
         return dict(
             query=normal(rng, (rows, places, heads, channels), dtype, scale),
             gate=normal(rng, (rows, places, heads, channels), dtype),
-            key=jnp.where(read, normal(rng, pool), jnp.nan).astype(kind),
-            value=jnp.where(read, normal(rng, pool), jnp.nan).astype(kind),
+            key=jnp.where(read, normal(rng, pool, scale=kept), jnp.nan).astype(kind),
+            value=jnp.where(read, normal(rng, pool, scale=kept), jnp.nan).astype(kind),
             slots=integers(slots),
             **(dict(page_table=integers(table)) if paged else {}),
         )
@@ -174,6 +176,16 @@ CASES = (
         )
         for rows in (1, 8, 32)
         for kind in (BF16, E4M3)
+    ),
+    # subnormal numbers most of them, which tensor cores have to take for what they are
+    _case(
+        "released_small_e4m3",
+        (1, 4, *_RELEASED, 1024, 64),
+        (2051, 2051),
+        BF16,
+        cache=E4M3,
+        kept=2.0**-8,
+        device_only=True,
     ),
     _case("released_chunk", (1, 512, *_RELEASED, 1024, 64), (2051, 2051), BF16, device_only=True),
     *(

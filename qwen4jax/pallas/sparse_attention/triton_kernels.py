@@ -39,21 +39,25 @@ _MANY = 512
 _SLICE = 64
 
 
-def _byte_of(j):
-    """PTX: channels `j` of two words of e4m3 as bfloat16, exact, but that NaN becomes +-480.
+# The bits of e4m3, put where those of bfloat16 of the same sign and mantissa are, are a bfloat16
+# 2**-120 times the number, subnormals too. The other factors of a product make up for half of it.
+_LIFT = 2.0**60
 
-    The bits of e4m3, one lower in each half than those of bfloat16 of the same sign and mantissa,
-    are a bfloat16 2**-120 times the number; subnormals too, for the product is rounded just once.
+
+def _byte_of(j, use):
+    """PTX: channels `j` of two words of e4m3 as bfloat16 times 2**-120, but NaN becomes a number.
+
+    The uses differ in their text: of a result that two products take, the compiler moves one to the
+    products' registers and sends the other through shared memory.
     """
     return (
-        "{ .reg .b32 t, u, s; mov.b32 s, 0x7b807b80; "
-        f"prmt.b32 t, $1, $2, {(4 + j) << 12 | j << 4}; "
-        "shr.u32 u, t, 4; and.b32 u, u, 0x07f007f0; and.b32 t, t, 0x80008000; or.b32 u, u, t; "
-        "mul.rn.bf16x2 $0, u, s; }"
+        f"{{ .reg .b32 t, u; prmt.b32 t, $1, $2, {(4 + j) << 12 | j << 4}; {' ' * use}"
+        "shr.u32 u, t, 4; and.b32 u, u, 0x07f007f0; and.b32 t, t, 0x80008000; or.b32 $0, u, t; }"
     )
 
 
-_BYTE = tl.constexpr(tuple(_byte_of(j) for j in range(4)))
+# for keys and the first product of values, and for the second
+_BYTE = tl.constexpr(tuple(_byte_of(j, use) for use in range(2) for j in range(4)))
 
 
 def sparse_attention(query, gate, key, value, slots, page_table=None):
@@ -72,6 +76,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         slots, page_table = physical(page_table, slots, key.shape[1]), None
     total = 1 if whole else parts + (rest > 0)
     stages = _E4M3_STAGES if key.dtype == jnp.float8_e4m3fn else _STAGES
+    lifted = key.dtype == jnp.float8_e4m3fn and query.dtype == jnp.bfloat16
     shape = jax.ShapeDtypeStruct
     out = shape((rows, places, heads * channels), query.dtype)
     summed = shape((rows * places, heads, total, channels), jnp.float32)
@@ -102,6 +107,7 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         PAGE=key.shape[1],
         PAGES=0 if page_table is None else page_table.shape[1],
         SCALE=channels**-0.5 * math.log2(math.e),
+        LIFT=_LIFT if lifted else 1.0,
         TILE=tile,
         FULL=full,
         EACH=each,
@@ -149,6 +155,7 @@ def _sparse_attention(
     PAGE: tl.constexpr,
     PAGES: tl.constexpr,
     SCALE: tl.constexpr,
+    LIFT: tl.constexpr,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
     EACH: tl.constexpr,
@@ -172,12 +179,14 @@ def _sparse_attention(
     there = (member < SHARED)[:, None] & (APART * column < CHANNELS)[None, :]
     query, outs = (), ()
     for j in tl.static_range(APART):
-        loaded = (tl.load(query_ptr + at + j, mask=there, other=0.0),)
+        loaded = tl.load(query_ptr + at + j, mask=there, other=0.0)
+        lifted = ((loaded.to(tl.float32) * LIFT).to(loaded.dtype),)
         zeros = (tl.zeros((HEADS, DEPTH // APART), tl.float32),)
-        query, outs = query + loaded, outs + zeros
+        query, outs = query + lifted, outs + zeros
 
     top = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    # added up over tokens at the end only: it is a wait for all warps
+    totals = tl.zeros((HEADS, TILE), tl.float32)
     first = part * EACH
     end = tl.minimum(first + EACH, FULL)
     if ENDS:
@@ -186,7 +195,9 @@ def _sparse_attention(
         entry = i * TILE + tl.arange(0, TILE)
         slot = _slots(slots, table, entry, entry < FULL * TILE, PAGE, PAGES)
         found, spoiled = _load(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS)
-        top, total, outs = _attend(query, found, spoiled, slot, top, total, outs, SCALE)
+        top, kept, weight, outs = _attend(query, found, spoiled, slot, top, outs, SCALE, LIFT)
+        totals = totals * kept[:, None] + weight
+    total = tl.sum(totals, 1)
     if REST > 0:
         if part == REST_PART:
             beyond = FULL * TILE + tl.arange(0, REST)
@@ -194,7 +205,10 @@ def _sparse_attention(
             found, spoiled = _load(
                 key_ptr, value_ptr, open_slot, kv_head, column, KV_HEADS, CHANNELS
             )
-            top, total, outs = _attend(query, found, spoiled, open_slot, top, total, outs, SCALE)
+            top, kept, weight, outs = _attend(
+                query, found, spoiled, open_slot, top, outs, SCALE, LIFT
+            )
+            total = total * kept + tl.sum(weight, 1)
 
     # of nothing selected: zeros, with the weight 2**-inf
     total = tl.where(total == 0, 1.0, total)
@@ -203,7 +217,7 @@ def _sparse_attention(
         out = outs[0] / total[:, None]
     else:
         even, odd = tl.interleave(outs[0], outs[2]), tl.interleave(outs[1], outs[3])
-        out = tl.interleave(even, odd) / total[:, None]
+        out = tl.interleave(even, odd) * LIFT / total[:, None]
     channel = tl.arange(0, DEPTH)
     at = head[:, None] * CHANNELS + channel[None, :]
     there = (member < SHARED)[:, None] & (channel < CHANNELS)[None, :]
@@ -270,11 +284,11 @@ def _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS: tl.constexpr, WID
 
 
 @triton.jit
-def _byte(words, j: tl.constexpr, dtype: tl.constexpr):
-    """Channel `j` of each word of four e4m3 channels, exactly."""
+def _byte(words, j: tl.constexpr, use: tl.constexpr, dtype: tl.constexpr):
+    """Channel `j` of each word of four e4m3 channels, exactly; of bfloat16 see `_byte_of`."""
     if dtype == tl.bfloat16:
         out = tl.inline_asm_elementwise(
-            _BYTE[j], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+            _BYTE[4 * use + j], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     else:
         out = (words >> (8 * j)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
@@ -282,42 +296,52 @@ def _byte(words, j: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _attend(query, found, spoiled, slot, top, total, outs, SCALE: tl.constexpr):
-    """Adds some tokens to a softmax under way: its maximum, its sum, the weighted values.
+def _attend(query, found, spoiled, slot, top, outs, SCALE: tl.constexpr, LIFT: tl.constexpr):
+    """Adds some tokens to a softmax under way: its maximum and the weighted values.
+
+    Also gives what is kept of sums under the former maximum, and the tokens' weights.
 
     Queries and values are as many as a loaded word has channels: each has its own.
     """
     EACH: tl.constexpr = len(query)
     key, value = found
     score = tl.zeros((query[0].shape[0], slot.shape[0]), tl.float32)
-    for j in tl.static_range(EACH):
-        channels = _channels(key, j, EACH, query[0].dtype)
+    # two sums: each product waits for the one before
+    other = tl.zeros_like(score)
+    for j in tl.static_range(0, EACH, 2):
+        channels = _channels(key, j, 0, EACH, query[0].dtype)
         score = tl.dot(query[j], tl.trans(channels), score, input_precision="ieee")
-    score = tl.where((slot >= 0)[None, :], score * SCALE, float("-inf"))
+        if EACH > 1:
+            channels = _channels(key, j + 1, 0, EACH, query[0].dtype)
+            other = tl.dot(query[j + 1], tl.trans(channels), other, input_precision="ieee")
+    if EACH > 1:
+        score += other
+    score = tl.where((slot >= 0)[None, :], score * (SCALE * LIFT), float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     score = tl.where((spoiled != 0)[None, :], float("nan"), score)
     # before the first token there is no maximum to subtract
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - base[:, None])
     kept = tl.exp2(top - base)
-    total = total * kept + tl.sum(weight, 1)
-    coarse = weight.to(query[0].dtype)
-    fine = (weight - coarse.to(tl.float32)).to(query[0].dtype)
+    lifted = weight * LIFT
+    coarse = lifted.to(query[0].dtype)
+    fine = (lifted - coarse.to(tl.float32)).to(query[0].dtype)
     new = ()
     for j in tl.static_range(EACH):
-        channels = _channels(value, j, EACH, query[0].dtype)
+        channels = _channels(value, j, 0, EACH, query[0].dtype)
         out = tl.dot(coarse, channels, outs[j] * kept[:, None], input_precision="ieee")
         if query[0].dtype != tl.float32:
+            channels = _channels(value, j, 1, EACH, query[0].dtype)
             out = tl.dot(fine, channels, out)
         outs_j = (out,)
         new = new + outs_j
-    return higher, total, new
+    return higher, kept, weight, new
 
 
 @triton.jit
-def _channels(loaded, j: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr):
+def _channels(loaded, j: tl.constexpr, use: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr):
     """Channels [tokens, channels / EACH] from `j` on, every `EACH`-th."""
-    return loaded.to(dtype) if EACH == 1 else _byte(loaded, j, dtype)
+    return loaded.to(dtype) if EACH == 1 else _byte(loaded, j, use, dtype)
 
 
 @triton.jit
