@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from qwen4jax.pallas import registry
+from qwen4jax.pallas.gated_delta import Weights, step
 from qwen4jax.pallas.gated_residual import boundary
 from qwen4jax.pallas.skinny_matmul import projections
+from qwen4jax.state import DeltaNetState
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -54,6 +56,16 @@ def main(target: str) -> None:
             up,
             None if final else inject,
         )
+    weights = Weights(array(10240, 4), array(48), array(48), array(128))
+    rows, places = 32, 8
+    sizes = 10240, 6144, 48, 48
+    assemble(
+        functools.partial(step, key_heads=16, activation="sigmoid", eps=1e-6),
+        *(array(rows, places, size) for size in sizes),
+        weights,
+        DeltaNetState(array(rows, 3, 10240), array(rows, 48, 128, 128, dtype=F32)),
+        implementation="mosaic",
+    )
 
 
 if __name__ == "__main__":

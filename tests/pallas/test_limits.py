@@ -9,7 +9,7 @@ import pytest
 
 from qwen4jax.pallas import compress_and_store, registry
 from qwen4jax.pallas.cases import Case
-from qwen4jax.pallas.gated_delta import chunks
+from qwen4jax.pallas.gated_delta import chunks, step
 from qwen4jax.pallas.gated_delta.cases import CASES as GATED_DELTA
 from qwen4jax.pallas.moe import Shared, experts, router
 from qwen4jax.pallas.sparse_attention import sparse_attention
@@ -103,6 +103,13 @@ def test_chunks_of_gated_delta_net():
     refused("at least 16 channels", chunks, *arrays[:5], small, *arrays[6:], **static)
     odd = dataclasses.replace(state, recurrent=jnp.concatenate([state.recurrent] * 3, axis=2))
     refused("a power of two", chunks, *arrays[:5], odd, *arrays[6:], **static)
+
+
+def test_a_step_of_gated_delta_net_in_mosaic():
+    inputs = inputs_of(GATED_DELTA, "four_rows_of_a_round")
+    arrays = [inputs[name] for name in ("qkv", "z", "a", "b", "weights", "state")]
+    static = {name: inputs[name] for name in ("key_heads", "activation", "eps")}
+    refused("128 channels, not 8 and 8", step, *arrays, implementation="mosaic", **static)
 
 
 def test_keys_of_a_chunk():
