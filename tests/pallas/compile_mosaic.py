@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_delta import Weights, step
 from qwen4jax.pallas.gated_residual import boundary
+from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.pallas.skinny_matmul import projections
 from qwen4jax.state import DeltaNetState
 
@@ -66,6 +67,9 @@ def main(target: str) -> None:
         DeltaNetState(array(rows, 3, 10240), array(rows, 48, 128, 128, dtype=F32)),
         implementation="mosaic",
     )
+    for width in (14336, 24576):
+        select = functools.partial(index_topk, blocks=512, ratio=4)
+        assemble(select, array(1, 4, width, dtype=F32), array(1, 4, dtype=jnp.int32))
 
 
 if __name__ == "__main__":
