@@ -42,6 +42,14 @@ _SWIZZLED: Any = (
 _TILE = plgpu.Layout.WGMMA
 _OVER_LINES = _TILE.reduce(1)
 _OVER_COLUMNS = _TILE.reduce(0)
+# numbers of which each warp has all, two to a lane: their sum needs no other warp. A sum over warps
+# goes through memory that Mosaic gives a kernel once, whichever warpgroup wants it
+_IN_EACH_WARP = plgpu.Layout.TILED(
+    plgpu.Tiling(((LINES,), (2,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
 
 
 # compiled apart, so that a program with many layers lowers one
@@ -60,14 +68,14 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
     room = blocks * ratio + ratio - 1
     i32, bf16 = jnp.int32, jnp.bfloat16
     scratch: Any = dict(
-        counts=plgpu.SMEM((2, groups), i32),
+        # of each line, for a count and the next one
+        counts=plgpu.SMEM((2, groups * LINES), i32),
         triangle=plgpu.SMEM((columns, columns), bf16, transforms=_SWIZZLED),
         # first the masks, then `reached`
         matrix=plgpu.SMEM((groups * LINES, columns), bf16, transforms=_SWIZZLED),
         picks=plgpu.SMEM((groups, LINES, LINES), bf16, transforms=_SWIZZLED),
-        # of each line those above the threshold and at it; the same of each tile
+        # of each line those above the threshold and at it
         taken=plgpu.SMEM((2, groups * LINES), i32),
-        of_tile=plgpu.SMEM((2, groups), i32),
         # places of the result of each line
         starts=plgpu.SMEM((groups * LINES,), i32),
         ends=plgpu.SMEM((groups * LINES,), i32),
@@ -162,9 +170,9 @@ def _threshold(key, complete, group, blocks, scratch):
         candidate = bound + lax.shift_left(jnp.int32(1), bit)
         # a warpgroup that is ahead writes into the other half
         half = lax.rem(bit, 2)
-        counts[half, group] = _number(key >= candidate)
+        counts[half, pl.ds(group * LINES, LINES)] = _of_lines(key >= candidate)
         _meet(scratch)
-        reach = sum(counts[half, i] for i in range(counts.shape[1]))
+        reach = jnp.sum(_load(counts.at[half], _IN_EACH_WARP))
         good = reach >= blocks
         return bit - 1, jnp.where(good, candidate, bound), jnp.where(good, reach, count)
 
@@ -175,15 +183,13 @@ def _threshold(key, complete, group, blocks, scratch):
 
 def _reach(key, bound, group, blocks, scratch):
     """Writes what of the result each line has, and each column up to it; says how much there is."""
-    matrix, taken, of_tile = scratch["matrix"], scratch["taken"], scratch["of_tile"]
+    matrix, taken = scratch["matrix"], scratch["taken"]
     mine = pl.ds(group * LINES, LINES)
     shape = key.shape
     above, tie = key > bound, (key == bound) & (key != _NONE)
     matrix[mine] = jnp.where(above, 1.0, jnp.where(tie, 1.0 * _TIE, 0.0)).astype(jnp.bfloat16)
-    of_line = [jnp.sum(jnp.where(which, 1, 0), axis=1) for which in (above, tie)]
-    for i, number in enumerate(of_line):
-        taken[i, mine] = number
-        of_tile[i, group] = jnp.sum(number)
+    of_line = [_of_lines(which) for which in (above, tie)]
+    taken[0, mine], taken[1, mine] = of_line
     plgpu.commit_smem()
     _meet(scratch)
 
@@ -201,7 +207,8 @@ def _reach(key, bound, group, blocks, scratch):
     before, totals = [], []
     for i in range(2):
         lines = lax.broadcast_in_dim(_load(taken.at[i, mine], _OVER_COLUMNS), square, (1,))
-        of_tiles = [of_tile[i, g] for g in range(of_tile.shape[1])]
+        tiles_of = [taken.at[i, pl.ds(g, LINES)] for g in range(0, taken.shape[1], LINES)]
+        of_tiles = [jnp.sum(_load(tile, _IN_EACH_WARP)) for tile in tiles_of]
         tiles = sum(jnp.where(g < group, n, 0) for g, n in enumerate(of_tiles))
         before.append(jnp.sum(jnp.where(earlier, lines, 0), axis=1) + tiles)
         totals.append(sum(of_tiles))
@@ -283,9 +290,9 @@ def _put(out, start, group, scratch, blocks, ratio):
     lax.fori_loop(0, lax.div(tiles - group + groups - 1, groups), some, ())
 
 
-def _number(which):
-    """How many are true, of a tile."""
-    return jnp.sum(jnp.sum(jnp.where(which, 1, 0), axis=1))
+def _of_lines(which):
+    """How many are true of each line."""
+    return jnp.sum(jnp.where(which, 1, 0), axis=1)
 
 
 def _lines():
