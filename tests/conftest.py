@@ -30,6 +30,9 @@ def pytest_configure(config: pytest.Config):
         # compiling programs that run once: a third of it goes into optimising them.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        # threads of XLA's pool, otherwise one a core: in Mosaic's simulator each warpgroup of a
+        # kernel holds one while it waits for the others
+        os.environ.setdefault("NPROC", "8")
         # before any test module imports the package; Triton compiles no function that it wraps
         jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from qwen4jax.pallas import registry
+from qwen4jax.pallas.gated_delta import Weights, step
 from qwen4jax.pallas.gated_residual import boundary
 from qwen4jax.pallas.index_score import index_score
+from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.pallas.skinny_matmul import projections
 from qwen4jax.pallas.sparse_attention import sparse_attention
+from qwen4jax.state import DeltaNetState
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -65,6 +68,19 @@ def main(target: str) -> None:
         array(1, 4, 2051, dtype=I32),
     )
     assemble(sparse_attention, queries, queries, pool, pool, slots)
+    weights = Weights(array(10240, 4), array(48), array(48), array(128))
+    rows, places = 32, 8
+    sizes = 10240, 6144, 48, 48
+    assemble(
+        functools.partial(step, key_heads=16, activation="sigmoid", eps=1e-6),
+        *(array(rows, places, size) for size in sizes),
+        weights,
+        DeltaNetState(array(rows, 3, 10240), array(rows, 48, 128, 128, dtype=F32)),
+        implementation="mosaic",
+    )
+    for width in (14336, 24576):
+        select = functools.partial(index_topk, blocks=512, ratio=4)
+        assemble(select, array(1, 4, width, dtype=F32), array(1, 4, dtype=jnp.int32))
 
 
 if __name__ == "__main__":

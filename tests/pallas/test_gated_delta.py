@@ -122,16 +122,20 @@ def test_an_infinite_decay_resets_the_state(implementation):
     assert np.abs(f64(one[0][:, :5]) - f64(two[0][:, :5])).max() > 1e-3
 
 
-def single_channel(k, v, decay_logit, step_logit):
-    """One head of one channel whose convolution passes its input: silu, then the unit norm."""
-    taps = jnp.zeros((3, 4)).at[:, 3].set(1.0)
+def single_channel(k, v, decay_logit, step_logit, channels):
+    """One head in whose first channel all is; its convolution passes its input: silu, unit norm."""
+    width = 3 * channels
+    first = jnp.zeros(width).at[::channels].set(jnp.asarray([1.0, k, v]))
+    state = jnp.zeros((1, 1, channels, channels)).at[0, 0, 0, 0].set(1.0)
     return dict(
-        qkv=jnp.asarray([[[1.0, k, v]]]),
-        z=jnp.zeros((1, 1, 1)),
+        qkv=first[None, None],
+        z=jnp.zeros((1, 1, channels)),
         a=jnp.full((1, 1, 1), decay_logit),
         b=jnp.full((1, 1, 1), step_logit),
-        weights=Weights(taps, jnp.zeros(1), jnp.zeros(1), jnp.ones(1)),
-        state=DeltaNetState(jnp.zeros((1, 3, 3)), jnp.ones((1, 1, 1, 1))),
+        weights=Weights(
+            jnp.zeros((width, 4)).at[:, 3].set(1.0), jnp.zeros(1), jnp.zeros(1), jnp.ones(channels)
+        ),
+        state=DeltaNetState(jnp.zeros((1, 3, width)), state),
         key_heads=1,
         activation="sigmoid",
         eps=1e-6,
@@ -142,7 +146,7 @@ def single_channel(k, v, decay_logit, step_logit):
 def test_decay_comes_before_the_error(implementation):
     """NUM-13: g 0.5, S 1, k 1, v 0, beta 1 give 0; the other order gives -0.5."""
     # softplus(0) is log 2, so the decay is 1/2; a step logit of 40 is a beta of 1
-    inputs = single_channel(5.0, 0.0, 0.0, 40.0)
+    inputs = single_channel(5.0, 0.0, 0.0, 40.0, 128 if implementation == "mosaic" else 1)
     _, factors = call(step, inputs, implementation)
     after = _commit(inputs["state"], factors, jnp.ones(1, jnp.int32))
     assert abs(float(after.recurrent[0, 0, 0, 0])) < 1e-5

@@ -9,9 +9,10 @@ import pytest
 
 from qwen4jax.pallas import compress_and_store, registry
 from qwen4jax.pallas.cases import Case
-from qwen4jax.pallas.gated_delta import chunks
+from qwen4jax.pallas.gated_delta import chunks, step
 from qwen4jax.pallas.gated_delta.cases import CASES as GATED_DELTA
 from qwen4jax.pallas.index_score import index_score
+from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.pallas.moe import Shared, experts, router
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.pallas.sparse_attention.cases import CASES as SPARSE_ATTENTION
@@ -107,6 +108,29 @@ def test_chunks_of_gated_delta_net():
     refused("at least 16 channels", chunks, *arrays[:5], small, *arrays[6:], **static)
     odd = dataclasses.replace(state, recurrent=jnp.concatenate([state.recurrent] * 3, axis=2))
     refused("a power of two", chunks, *arrays[:5], odd, *arrays[6:], **static)
+
+
+def test_a_step_of_gated_delta_net_in_mosaic():
+    inputs = inputs_of(GATED_DELTA, "four_rows_of_a_round")
+    arrays = [inputs[name] for name in ("qkv", "z", "a", "b", "weights", "state")]
+    static = {name: inputs[name] for name in ("key_heads", "activation", "eps")}
+    refused("128 channels, not 8 and 8", step, *arrays, implementation="mosaic", **static)
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "ratio", "reason"),
+    [
+        (1000, 64, 4, "multiples of 64 blocks in rows of this length, not 1000"),
+        (16448, 64, 4, "multiples of 128 blocks in rows of this length, not 16448"),
+        (24704, 64, 4, "up to 24576 blocks a row, these are 24704"),
+        (1024, 32, 4, "multiples of 64 blocks up to 512, not 32"),
+        (1024, 64, 3, "blocks of 1, 2, 4 or 8 tokens, not 3"),
+    ],
+)
+def test_a_selection_in_mosaic(width: int, blocks: int, ratio: int, reason: str):
+    inputs = shape(1, 2, width, dtype=F32), shape(1, 2, dtype=jnp.int32)
+    static = dict(blocks=blocks, ratio=ratio, implementation="mosaic_hopper")
+    refused(reason, index_topk, *inputs, **static)
 
 
 def test_keys_of_a_chunk():

@@ -13,6 +13,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spe
 """
 
 import functools
+from typing import Any
 
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -50,6 +51,10 @@ class Factors(struct.PyTreeNode):
 _TRITON = "qwen4jax.pallas.gated_delta.triton_kernels."
 _TRITON_COMMIT = "qwen4jax.pallas.gated_delta.triton_commit.commit"
 _TRITON_CHUNKS = "qwen4jax.pallas.gated_delta.triton_chunks.chunks"
+_TMA: dict[str, Any] = {
+    "devices": r"H100|H200|GH200|GB?[23]00",
+    "devices_text": "a GPU that has TMA, Hopper or later",
+}
 _STEP_KERNEL = functools.partial(Kernel, needs=("triton",), refuses=limits.step)
 STEP = Operation(
     "gated_delta.step",
@@ -57,6 +62,9 @@ STEP = Operation(
         "reference": reference.step,
         "triton": _STEP_KERNEL(_TRITON + "step"),
         "triton_16_warps": _STEP_KERNEL(_TRITON + "step_16_warps"),
+        "mosaic": Kernel(
+            "qwen4jax.pallas.gated_delta.mosaic_step.step", refuses=limits.mosaic_step, **_TMA
+        ),
     },
 )
 COMMIT = Operation(

@@ -15,6 +15,8 @@ _SMALL = (2, 4, 8, 8)
 _UNEVEN = (1, 3, 8, 16)
 # the least that tensor cores take
 _TENSOR = (1, 2, 16, 32)
+# of the released width
+_ONE, _TWO = (1, 1, 128, 128), (1, 2, 128, 128)
 _RELEASED = (16, 48, 128, 128)
 # of a rank of four
 _QUARTER = (4, 12, 128, 128)
@@ -152,6 +154,8 @@ CASES = (
     _step("silu_gate", 2, 4, activation="silu"),
     _step("uneven_heads", 2, 4, _UNEVEN),
     _step("bfloat16", 2, 4, dtype=BF16),
+    _step("wide_heads_of_a_round", 1, 4, _TWO, BF16, activation="silu"),
+    _step("wide_heads_eight_rows", 1, 8, _ONE),
     _commit("every_count", (0, 1, 2, 3, 4), 4),
     _commit("uneven_heads", (2, 0, 3), 3, _UNEVEN),
     _commit("bfloat16", (0, 2, 4), 4, dtype=BF16),

@@ -1,4 +1,4 @@
-"""What keeps the Triton kernels of Gated DeltaNet from given arguments."""
+"""What keeps the kernels of Gated DeltaNet from given arguments."""
 
 import jax.numpy as jnp
 
@@ -8,6 +8,8 @@ MOST_PLACES = 8
 TAPS = 4
 # the tensor cores' smallest depth
 LEAST_CHANNELS = 16
+# a thread of a Mosaic warpgroup each
+MOSAIC_CHANNELS = 128
 
 
 def step(qkv, z, a, b, weights, state, **_) -> str | None:
@@ -15,6 +17,16 @@ def step(qkv, z, a, b, weights, state, **_) -> str | None:
     if qkv.dtype != state.conv.dtype:
         return f"needs {state.conv.dtype} projections as the history's, not {qkv.dtype}"
     return _heads(state, qkv.shape[1])
+
+
+def mosaic_step(qkv, z, a, b, weights, state, **_) -> str | None:
+    """Limits of a step in Mosaic."""
+    if state.recurrent.shape[2:] != (MOSAIC_CHANNELS, MOSAIC_CHANNELS):
+        key, value = state.recurrent.shape[2:]
+        return f"needs heads of {MOSAIC_CHANNELS} channels, not {key} and {value}"
+    if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in (qkv, z)):
+        return f"takes bfloat16 or float32 projections, not {qkv.dtype} and {z.dtype}"
+    return step(qkv, z, a, b, weights, state)
 
 
 def commit(states, factors, count) -> str | None:

@@ -19,6 +19,12 @@ IMPLEMENTATIONS = Operation(
             needs=("triton",),
             refuses=limits.refuses,
         ),
+        "mosaic_hopper": Kernel(
+            "qwen4jax.pallas.index_topk.mosaic_hopper.index_topk",
+            refuses=limits.refuses_mosaic,
+            devices=r"H100|H200|GH200",
+            devices_text="a Hopper GPU",
+        ),
     },
 )
 

@@ -99,6 +99,9 @@ CASES = (
     _case("long_rows_of_ties", [[79999, 66000]], 20001, 512, scores=_quantised, best=True),
     _case("longest_rows_in_a_run", [[159999, 70002]], 40001, 512, scores=_in_a_run, best=True),
     _case("longest_rows_of_ties", [[159999, 66000]], 40001, 512, scores=_quantised, best=True),
+    # more than a tile of Mosaic's, and the last one overlaps
+    _case("width_5120", [[20479, 256, -1]], 5120, 64, scores=_many_zeros),
+    _case("width_16512", [[66047]], 16512, 512, scores=_quantised),
     # NUM-01: more candidates in one coarse bin than a fixed buffer holds
     _case("bin_of_16384", _at_end(20000), 20000, 512, scores=_one_bin(16384)),
     _case("bin_of_16385", _at_end(20000), 20000, 512, scores=_one_bin(16385)),
