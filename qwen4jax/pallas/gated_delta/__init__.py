@@ -56,6 +56,7 @@ STEP = Operation(
     {
         "reference": reference.step,
         "triton": _STEP_KERNEL(_TRITON + "step"),
+        "triton_columns": _STEP_KERNEL("qwen4jax.pallas.gated_delta.triton_columns.step"),
         "triton_16_warps": _STEP_KERNEL(_TRITON + "step_16_warps"),
     },
 )
