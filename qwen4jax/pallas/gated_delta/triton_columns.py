@@ -80,35 +80,31 @@ def _split(x, N: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
-
-
-@triton.jit
-def _squares(x, T: tl.constexpr, TP: tl.constexpr):
-    """Sums of the squares of `T` tensors, all of them by one exchange between the warps."""
-    squares = ()
-    for t in tl.static_range(TP):
-        squares = squares + (x[t if t < T else 0] * x[t if t < T else 0],)  # noqa: RUF005
-    if TP == 1:
-        sums = (tl.sum(squares[0], axis=0),)
-    elif TP == 2:
-        sums = tl.reduce(squares, 0, _add2)
-    elif TP == 4:
-        sums = tl.reduce(squares, 0, _add4)
+def _joined(x, N: tl.constexpr, W: tl.constexpr):
+    """`_split` backwards."""
+    if W == 2:
+        columns = tl.join(x[0], x[1])
     else:
-        sums = tl.reduce(squares, 0, _add8)
-    return sums
+        columns = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])).reshape(N, 4)
+    return columns
+
+
+@triton.jit
+def _normed(x, eps, T: tl.constexpr, TP: tl.constexpr, E: tl.constexpr):
+    """`T` heads of `E` channels at their norm; one exchange between the warps for 4 of them."""
+    out = ()
+    if TP == 1:
+        out = (x[0] * tl.rsqrt(tl.sum(x[0] * x[0], axis=0) / E + eps),)
+    else:
+        group: tl.constexpr = 4 if TP >= 4 else TP
+        for first in tl.static_range(0, TP, group):
+            heads = ()
+            for t in tl.static_range(group):
+                heads = heads + (x[first + t if first + t < T else 0],)  # noqa: RUF005
+            heads = _joined(heads, E, group)
+            scale = tl.rsqrt(tl.sum(heads * heads, axis=0) / E + eps)
+            out = out + _split(heads * scale[None, :], E, group)
+    return out
 
 
 @triton.jit
@@ -141,12 +137,14 @@ def column_kernel(
     qkv, z, a, b, taps, a_log, dt_bias, norm, conv, state,
     out, window, key, delta, decay, scratch,
     T: tl.constexpr, TP: tl.constexpr, J: tl.constexpr,
-    H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    SIZE: tl.constexpr, EPS: tl.constexpr, SIGMOID: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    S: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr,
+    EPS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """One row's value head; `scratch` has `SIZE` numbers for each.
 
-    `R` rows of the state are one tensor, and each has sums of its own. Decays between tokens are
+    `S` threads share a column. `R` of a thread's rows are one tensor, and each has sums of its own:
+    Triton's compile time grows with the square of the number of loads. Decays between tokens are
     products of the tokens' own, so that no difference is formed.
     """
     C: tl.constexpr = 2 * H * K + V * E
@@ -170,10 +168,10 @@ def column_kernel(
     beta = tl.load(b + gates, mask=live, other=0.0).to(tl.float32)
     # that `program_id(2)` is 0 Triton does not know: it would give 16 bytes to a thread
     own = state + (row * V + head).to(tl.int64) * (K * E) + tl.program_id(2)
-    own += tl.arange(0, R)[:, None] * E + e[None, :]
+    own += tl.arange(0, R)[:, None] * (S * E) + tl.arange(0, S * E)[None, :]
     s = ()
-    for i in tl.static_range(K // R):
-        s = s + (tl.load(own + i * (R * E)),)  # noqa: RUF005
+    for i in tl.static_range(K // (R * S)):
+        s = s + (tl.load(own + i * (R * S * E)),)  # noqa: RUF005
     gain = tl.load(norm + e).to(tl.float32)
     z_raw = ()
     for t in tl.static_range(T):
@@ -200,20 +198,23 @@ def column_kernel(
 
     # all that waits for the state
     side: tl.constexpr = 4 if W >= 4 else W
-    beside = tl.arange(0, side)[None, None, :] + tl.zeros((1, E, 1), tl.int32)
-    beside += tl.arange(0, R)[:, None, None] * W
+    beside = tl.arange(0, side)[None, None, :]
+    beside += (tl.arange(0, R)[:, None] * S + tl.arange(0, S * E)[None, :] // E)[:, :, None] * W
     sums = ()
     for _ in tl.static_range(W // side):
-        sums = sums + (tl.zeros((R, E, side), tl.float32),)  # noqa: RUF005
-    for i in tl.static_range(K // R):
+        sums = sums + (tl.zeros((R, S * E, side), tl.float32),)  # noqa: RUF005
+    for i in tl.static_range(K // (R * S)):
         more = ()
         for p in tl.static_range(W // side):
-            both = tl.load(x + (i * R * W + p * side) + beside)
+            both = tl.load(x + (i * R * S * W + p * side) + beside)
             more = more + (tl.fma(s[i][:, :, None], both, sums[p]),)  # noqa: RUF005
         sums = more
     read = ()
     for p in tl.static_range(W // side):
-        read = read + _split(tl.sum(sums[p], axis=0), E, side)
+        together = tl.sum(sums[p], axis=0)
+        if S > 1:
+            together = tl.sum(together.reshape(S, E, side), axis=0)
+        read = read + _split(together, E, side)
 
     k_unit, between, d, o = (), (), (), ()
     since = 1.0
@@ -237,9 +238,9 @@ def column_kernel(
         o = o + (tl.fma(d[i], k_unit[i] * q_unit * tl.load(own_q + TP + i), result),)  # noqa: RUF005
         between = through + (1.0,)  # noqa: RUF005
 
-    squares = _squares(o, T, TP)
+    normed = _normed(o, EPS, T, TP, E)
     for t in tl.static_range(T):
-        y = o[t] * tl.rsqrt(squares[t] / E + EPS) * gated[t]
+        y = normed[t] * gated[t]
         tl.store(out + first + t * V * E, y.to(out.dtype.element_ty))
         tl.store(delta + first + t * V * E, d[t])
     if head % (V // H) == 0:
@@ -247,9 +248,8 @@ def column_kernel(
             tl.store(key + ((row * T + t) * H + key_head) * K + kk, k[t] * k_unit[t])
 
 
-# a thread for each value channel, and rows of the state that are one tensor: as one each, the
-# compiler takes a minute
-_WARPS, _ROWS = 4, 4
+# threads of a column, and rows of one tensor. One thread alone has more to hold than registers
+_SHARE, _ROWS = 2, 4
 
 
 def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
@@ -258,6 +258,7 @@ def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
     _, heads, key, value = state.recurrent.shape
     taps = weights.conv1d.shape[1]
     padded = triton.next_power_of_2(places)
+    share = min(_SHARE, key)
     size = 2 * padded * (key + 1) + _PAIRS.value**2
     shape = jax.ShapeDtypeStruct
     return triton_call(
@@ -274,7 +275,7 @@ def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
             shape((rows, heads, size), jnp.float32),
         ),
         grid=(heads, rows),
-        num_warps=_WARPS,
+        num_warps=max(1, share * value // 32),
         T=places, TP=padded, J=taps, H=key_heads, V=heads, K=key, E=value,
-        R=min(_ROWS, key), SIZE=size, EPS=eps, SIGMOID=activation == "sigmoid",
+        S=share, R=min(_ROWS, key // share), SIZE=size, EPS=eps, SIGMOID=activation == "sigmoid",
     )[:5]  # fmt: skip
