@@ -90,20 +90,21 @@ def _joined(x, N: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, eps, T: tl.constexpr, TP: tl.constexpr, E: tl.constexpr):
-    """`T` heads of `E` channels at their norm; one exchange between the warps for 4 of them."""
+def _normed(
+    x, eps, T: tl.constexpr, TP: tl.constexpr, E: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """`T` heads of `E` channels at their norm; one exchange between the warps for `G` of them."""
     out = ()
     if TP == 1:
         out = (x[0] * tl.rsqrt(tl.sum(x[0] * x[0], axis=0) / E + eps),)
     else:
-        group: tl.constexpr = 4 if TP >= 4 else TP
-        for first in tl.static_range(0, TP, group):
+        for first in tl.static_range(0, TP, G):
             heads = ()
-            for t in tl.static_range(group):
+            for t in tl.static_range(G):
                 heads = heads + (x[first + t if first + t < T else 0],)  # noqa: RUF005
-            heads = _joined(heads, E, group)
+            heads = _joined(heads, E, G)
             scale = tl.rsqrt(tl.sum(heads * heads, axis=0) / E + eps)
-            out = out + _split(heads * scale[None, :], E, group)
+            out = out + _split(heads * scale[None, :], E, G)
     return out
 
 
@@ -238,7 +239,7 @@ def column_kernel(
         o = o + (tl.fma(d[i], k_unit[i] * q_unit * tl.load(own_q + TP + i), result),)  # noqa: RUF005
         between = through + (1.0,)  # noqa: RUF005
 
-    normed = _normed(o, EPS, T, TP, E)
+    normed = _normed(o, EPS, T, TP, E, TP if TP < 4 else 4)
     for t in tl.static_range(T):
         y = normed[t] * gated[t]
         tl.store(out + first + t * V * E, y.to(out.dtype.element_ty))
