@@ -61,6 +61,7 @@ STEP = Operation(
     {
         "reference": reference.step,
         "triton": _STEP_KERNEL(_TRITON + "step"),
+        "triton_columns": _STEP_KERNEL("qwen4jax.pallas.gated_delta.triton_columns.step"),
         "triton_16_warps": _STEP_KERNEL(_TRITON + "step_16_warps"),
         "mosaic": Kernel(
             "qwen4jax.pallas.gated_delta.mosaic_step.step", refuses=limits.mosaic_step, **_TMA

@@ -12,6 +12,8 @@ from qwen4jax.pallas.gated_delta.triton_kernels import DECAY_FLOOR, _log1p
 
 # tokens of a chunk: the rows of one tensor-core instruction
 CHUNK = tl.constexpr(64)
+# rows that are solved one by one, each after those above it
+_BLOCK = tl.constexpr(16)
 # what is kept in float16 is at most 1 (steps and unit norms are) and grows by this: its lowest
 # digits, 2**-24 absolute, are then 2**-36
 SCALE = tl.constexpr(4096.0)
@@ -78,18 +80,18 @@ def _four(at, N: tl.constexpr):
 
 
 @triton.jit
-def _invert_halves(m):
-    """In place: `A` in both diagonal blocks of 32 rows becomes `(I + A)^-1`.
+def _invert_blocks(m):
+    """In place: `A` in each diagonal block of 16 rows becomes `(I + A)^-1`.
 
     A thread solves for a column, row by row: nothing passes between threads. Two do for the same
     one, as Triton gives a load of 16 bytes only to a tensor that has four values for each of them.
     """
     thread = tl.arange(0, 2 * CHUNK)
     c = thread % CHUNK
-    own = m + c // 32 * (32 * CHUNK + 32)
+    own = m + c // _BLOCK * (_BLOCK * CHUNK + _BLOCK)
     solved, minus = (), ()
-    for i in tl.static_range(32):
-        x = tl.where(c % 32 == i, 1.0, 0.0)
+    for i in tl.static_range(_BLOCK):
+        x = tl.where(c % _BLOCK == i, 1.0, 0.0)
         for j in tl.static_range(0, i, 4):
             four = _four(own + (i * CHUNK + j), 2 * CHUNK)
             for k in tl.static_range(4):
@@ -98,8 +100,8 @@ def _invert_halves(m):
         # Triton knows no stars
         solved, minus = solved + (x,), minus + (-x,)  # noqa: RUF005
     tl.debug_barrier()
-    for i in tl.static_range(32):
-        tl.store(own + i * CHUNK + c % 32, solved[i], mask=thread < CHUNK)
+    for i in tl.static_range(_BLOCK):
+        tl.store(own + i * CHUNK + c % _BLOCK, solved[i], mask=thread < CHUNK)
     tl.debug_barrier()
 
 
@@ -112,17 +114,30 @@ def _product(x, y):
 
 
 @triton.jit
-def _join_halves(m):
-    """In place: the inverse of all rows from those of both halves.
+def _corner(m, SIZE: tl.constexpr):
+    """Where the lower left corner of `2 SIZE` rows is, and it when all of them are inverted.
 
     The inverse of `[[A, 0], [X, B]]` is `[[A', 0], [-B' X A', B']]`.
     """
-    i = tl.arange(0, 32)
+    i = tl.arange(0, SIZE)
     at = m + i[:, None] * CHUNK + i[None, :]
-    corner = at + 32 * CHUNK
-    x = _product(_product(tl.load(corner + 32), tl.load(corner)), tl.load(at))
+    corner = at + SIZE * CHUNK
+    x = _product(_product(tl.load(corner + SIZE), tl.load(corner)), tl.load(at))
+    return corner, -x
+
+
+@triton.jit
+def _join_blocks(m):
+    """In place: the inverse of all rows from those of the four blocks."""
+    first, x = _corner(m, _BLOCK)
+    second, y = _corner(m + 2 * _BLOCK * (CHUNK + 1), _BLOCK)
     tl.debug_barrier()
-    tl.store(corner, -x)
+    tl.store(first, x)
+    tl.store(second, y)
+    tl.debug_barrier()
+    last, x = _corner(m, 2 * _BLOCK)
+    tl.debug_barrier()
+    tl.store(last, x)
     tl.debug_barrier()
 
 
@@ -196,8 +211,8 @@ def prepare_kernel(
         m = solve + start
         tl.store(m + square, system)
         tl.debug_barrier()
-        _invert_halves(m)
-        _join_halves(m)
+        _invert_blocks(m)
+        _join_blocks(m)
         high, low = split(tl.load(m + square) * (beta * SCALE)[None, :])
         tl.debug_barrier()
         halves = m.to(tl.pointer_type(tl.float16), bitcast=True)
