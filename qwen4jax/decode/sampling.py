@@ -293,6 +293,12 @@ def sample(
     return Sampled(ids, chosen - total, finite, best_ids, best - total[..., None])
 
 
+def takes_the_largest(controls: Controls) -> bool:
+    """Whether every row's id is that of its largest logit: the mode has no option beside."""
+    changing = ("min_length", "temperature", "output_counts", "bias")
+    return all(getattr(controls, name) is None for name in changing)
+
+
 def _mask(
     logits: Float[Array, "B T V"], positions: Int[Array, "B T"], controls: Controls
 ) -> Float[Array, "B T V"]:
