@@ -22,7 +22,7 @@ from qwen4jax.config import Config, Quantization
 from qwen4jax.params import declare, tensors
 from qwen4jax.state import DEFAULT_PAGE_SIZE, abstract_state
 from qwen4jax.weights.checkpoint import survey
-from qwen4jax.weights.draft import check_vocab
+from qwen4jax.weights.draft import check_draft
 
 GB = 1e9
 # most temporaries of the round beside its logits, as far as was seen; never more than the weights
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         if args.model is not None:
             config = survey(args.model).config
-        check_vocab(args.draft_vocab, config.vocab_size)
+        check_draft(config, args.draft_weights, args.draft_vocab)
     except ValueError as error:
         print(f"qwen4jax: {error}", file=sys.stderr)
         return 2

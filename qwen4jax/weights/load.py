@@ -20,7 +20,7 @@ import numpy as np
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.arrange import arrange
 from qwen4jax.weights.checkpoint import survey
-from qwen4jax.weights.draft import DraftForm, check_form, check_vocab, lighten_draft
+from qwen4jax.weights.draft import DraftForm, check_draft, check_form, lighten_draft
 from qwen4jax.weights.names import leaves
 from qwen4jax.weights.placement import Placement, check_pinned, pinned_array
 from qwen4jax.weights.progress import Meter, Progress
@@ -99,7 +99,8 @@ def load(
         ConfigError: `config.json` names no model that this package can run.
         MemoryError: `host_budget` is too small, or the table cannot be pinned; the message shows
             the arithmetic.
-        ValueError: an argument is none of those described.
+        ValueError: an argument is none of those described, or is about a draft head that the model
+            does not have.
     """
     return load_and_report(
         path,
@@ -135,7 +136,7 @@ def load_and_report(
     found = survey(path, dtype=dtype)
     found.require()
     found.check_values()
-    check_vocab(draft_vocab, found.config.vocab_size)
+    check_draft(found.config, draft_weights, draft_vocab)
     device = next(iter(jnp.zeros(()).devices()))
     stage = Stage(found.declared, budget, resident=device.platform == "cpu")
     pinned = [t for t in tensors(found.declared) if table == "pinned" and _is_table(t)]
