@@ -100,6 +100,7 @@ def load_served(options: Options, progress: Progress) -> Served:
     params, report = load_and_report(
         options.model,
         dtype=options.dtype,
+        table=options.table,
         draft_weights=options.draft_weights,
         draft_vocab=options.draft_vocab,
         progress=progress,

@@ -1,10 +1,11 @@
-"""The n-gram table in pinned host memory, read by the GPU where it lies."""
+"""The n-gram table in host memory: pinned, read by the GPU where it lies, and by a call back."""
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from qwen4jax.host_table import HostTable
 from qwen4jax.pallas.ple import embed, ngram_rows
 from qwen4jax.pallas.ple.cases import TENTH_HASH
 from qwen4jax.quant import ScaledTable
@@ -43,5 +44,9 @@ def test_rows_of_a_pinned_table_are_those_of_the_host():
     values = memory[rows].astype(np.float32) * scale
     want = values.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(got.shape)
     np.testing.assert_array_equal(got, want)
+    # by a call back to the host
+    kept = HostTable([(stored, memory.dtype)], memory.dtype)
+    called = run(ScaledTable(kept, table.weight_scale), ids)
+    np.testing.assert_array_equal(np.asarray(called.astype(jnp.float32)), got)
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(run(table, ids).astype(jnp.float32)), got)
