@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 def _begin(args: argparse.Namespace) -> tuple[Any, bool, list[str]]:
     """Deltas to come, whether they have text, and lines about the checkpoint."""
     from qwen4jax.decode.generate import stream
-    from qwen4jax.decode.sampling import Sampling
+    from qwen4jax.decode.options import Sampling
     from qwen4jax.decode.text import Tokenizer
     from qwen4jax.weights.load import load_and_report
 

@@ -9,7 +9,7 @@ import pytest
 from qwen4jax import generate
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode import batching, capacity
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.params import init_params
 from qwen4jax.state import init_state
 from qwen4jax.weights.embedded import embedded_checkpoint

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen4jax.decode.sampling import Row, Sampling, make_controls, sample, takes_the_largest
+from qwen4jax.decode.options import Row, Sampling, make_controls
+from qwen4jax.decode.sampling import sample, takes_the_largest
 from qwen4jax.model import head, likeliest
 from tests.decode.planted import (
     VOCAB,

@@ -11,7 +11,7 @@ import pytest
 
 from qwen4jax import generate, quant
 from qwen4jax.config import LINEAR
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.host_table import HostTable
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.ple import embed, gather
