@@ -32,10 +32,10 @@ import numpy as np
 
 from bench import record
 from qwen4jax import Ablation, Sampling, load
+from qwen4jax.decode.options import Row as Request
+from qwen4jax.decode.options import make_controls
 from qwen4jax.decode.prefill import prefill
 from qwen4jax.decode.round import begin_slots, run_round
-from qwen4jax.decode.sampling import Row as Request
-from qwen4jax.decode.sampling import make_controls
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state
 from qwen4jax.weights.draft import check_vocab, lighten_draft

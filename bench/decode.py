@@ -46,8 +46,8 @@ from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode.burst import Sent, empty, fields_of, to_host
 from qwen4jax.decode.capacity import plan_memory
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.round import speculative_round
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls, synthetic_accept
 from qwen4jax.layers.capture import Capture
 from qwen4jax.model import step

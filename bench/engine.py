@@ -26,8 +26,8 @@ from bench.released import build, released_config
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.call import Call
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.round import next_round
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.params import Params
 
 GROUP = 20

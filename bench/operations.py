@@ -77,6 +77,7 @@ def _counted(inputs: Inputs, result: Any) -> Any:
 _ROWS: dict[str, tuple[str, int | None]] = {
     "skinny_matmul": ("x", None),
     "skinny_matmul.projections": ("x", None),
+    "skinny_matmul.argmax": ("x", None),
     "gated_residual.boundary": ("streams", 2),
     "gated_residual.mix": ("streams", 2),
     "gated_residual.update": ("streams", 2),

@@ -7,9 +7,9 @@ if TYPE_CHECKING:
     from qwen4jax.ablation import Ablation
     from qwen4jax.config import Config
     from qwen4jax.decode.generate import generate, prefill, stream
+    from qwen4jax.decode.options import Sampling
     from qwen4jax.decode.portable import fork, restore_state, save_state
     from qwen4jax.decode.requests import Completion
-    from qwen4jax.decode.sampling import Sampling
     from qwen4jax.decode.score import score
     from qwen4jax.decode.text import Tokenizer
     from qwen4jax.forward_pass import forward
@@ -40,9 +40,9 @@ _HOMES = {
     "ablation": ("Ablation",),
     "config": ("Config",),
     "decode.generate": ("generate", "prefill", "stream"),
+    "decode.options": ("Sampling",),
     "decode.portable": ("fork", "restore_state", "save_state"),
     "decode.requests": ("Completion",),
-    "decode.sampling": ("Sampling",),
     "decode.score": ("score",),
     "decode.text": ("Tokenizer",),
     "forward_pass": ("forward",),

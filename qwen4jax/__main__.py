@@ -35,6 +35,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     sampling.add_argument("--ignore-eos", action="store_true")
     model = parser.add_argument_group("model")
     model.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as stored")
+    at, choices = "of n-grams: device, pinned or host (device)", ("device", "pinned", "host")
+    model.add_argument("--table", metavar="PLACE", choices=choices, default="device", help=at)
     model.add_argument("--draft", metavar="N", type=int, help="tokens per round, 0 to 7 (3)")
     model.add_argument("--draft-weights", choices=("fp8", "nvfp4"), help="default: as stored")
     model.add_argument("--draft-vocab", metavar="N", type=int, help="draft among the N lowest ids")
@@ -67,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     try:
         deltas, has_text, notes = _begin(args)
-    # whatever is wrong with an argument or a file is a ValueError or a TypeError
-    except (TypeError, ValueError) as error:
+    # whatever is wrong with an argument or a file is one of the first two
+    except (TypeError, ValueError, MemoryError) as error:
         note(f"qwen4jax: {error}")
         return 2
     for line in notes:
@@ -99,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 def _begin(args: argparse.Namespace) -> tuple[Any, bool, list[str]]:
     """Deltas to come, whether they have text, and lines about the checkpoint."""
     from qwen4jax.decode.generate import stream
-    from qwen4jax.decode.sampling import Sampling
+    from qwen4jax.decode.options import Sampling
     from qwen4jax.decode.text import Tokenizer
     from qwen4jax.weights.load import load_and_report
 
@@ -115,6 +117,7 @@ def _begin(args: argparse.Namespace) -> tuple[Any, bool, list[str]]:
     params, report = load_and_report(
         args.model,
         dtype=args.dtype,
+        table=args.table,
         draft_weights=args.draft_weights,
         draft_vocab=args.draft_vocab,
     )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax.config import Config
 from qwen4jax.layers.capture import Capture
@@ -15,7 +15,7 @@ from qwen4jax.layers.mtp import DraftRows, draft_rows
 from qwen4jax.layers.ple import per_layer_embedding
 from qwen4jax.numerics import rounded, windows_after
 from qwen4jax.pallas import gated_delta
-from qwen4jax.pallas.skinny_matmul import skinny_matmul
+from qwen4jax.pallas.skinny_matmul import argmax, skinny_matmul
 from qwen4jax.params import Params
 from qwen4jax.span import Span, make_span
 from qwen4jax.state import DecodeState
@@ -142,9 +142,27 @@ def read_out(params: Params, residual: Float[Array, "B T R D"]) -> Float[Array, 
 
 def head(params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Logits in float32."""
-    weight = params.embed_tokens if params.lm_head is None else params.lm_head
     with jax.named_scope("lm_head"):
-        return skinny_matmul(hidden, weight, out_dtype=jnp.float32)
+        return skinny_matmul(hidden, _output_weight(params), out_dtype=jnp.float32)
+
+
+def likeliest(
+    params: Params, hidden: Float[Array, "B T D"], *, draft: bool = False
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """The id with the largest logit, the lowest of a tie, and whether all logits are finite.
+
+    Args:
+        params: of the model.
+        hidden: output-head input.
+        draft: reads the draft head's own copy of the output head, where it has one.
+    """
+    own = params.mtp.lm_head if draft and params.mtp is not None else None
+    with jax.named_scope("lm_head"):
+        return argmax(hidden, _output_weight(params) if own is None else own)
+
+
+def _output_weight(params: Params) -> Array:
+    return params.embed_tokens if params.lm_head is None else params.lm_head
 
 
 def draft_step(

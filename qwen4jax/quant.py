@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from qwen4jax.host_table import HostTable
+
 NVFP4_GROUP = 16
 FP8_BLOCK = 128
 # of `TiledNvfp4`: what a warp of the experts' kernels reads in a step
@@ -154,7 +156,7 @@ class ScaledTable(struct.PyTreeNode):
     read it, whatever dtype it is then used in.
 
     Attributes:
-        weight: float8_e4m3fn [rows, width].
+        weight: float8_e4m3fn [rows, width], an array or a `HostTable`.
         weight_scale: bfloat16 [].
     """
 
@@ -180,8 +182,10 @@ Quantized = Nvfp4 | TiledNvfp4 | BlockFp8 | ScaledTable
 
 def take(w: Any, ids: jax.Array) -> Any:
     """`w[ids]` along the first axis, in stored form; ids must be in range."""
+    if isinstance(w, HostTable):
+        return w.take(ids)
     if isinstance(w, ScaledTable):
-        return ScaledTable(w.weight[ids], w.weight_scale)
+        return ScaledTable(take(w.weight, ids), w.weight_scale)
     return jax.tree.map(lambda leaf: leaf[ids], w)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen4jax.decode.generate import stream
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.params import Params
 from qwen4jax.weights.embedded import embedded_checkpoint

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "qwen4jax"
 # Lowest first: a module imports from its own rank or from one before it.
 RANKS = (
     ("config", "hf_fields", "ablation", "ngram"),
-    ("params", "state", "quant", "sharding", "numerics", "span"),
+    ("params", "state", "host_table", "quant", "sharding", "numerics", "span"),
     ("pallas",),
     ("layers",),
     ("model", "forward_pass", "linen"),

@@ -107,6 +107,7 @@ def test_a_wrong_command_line_exits_with_2(tmp_path: Path, capsys, arguments: An
         (["--ids", "5", "--temperature", "-1"], "temperature must be"),
         (["--ids", "5", "--max-new-tokens", "0"], "max_new_tokens must be"),
         (["--ids", "5", "--draft", "8"], "draft: 8 is not in 0..7"),
+        (["--ids", "5", "--table", "pinned"], "table='pinned' is for GPUs, this is a cpu"),
         (["--ids", "5", "--draft-vocab", "0"], r"draft_vocab: 0 is not in 1..408"),
         (["--ids", "5", "--draft-vocab", "409"], r"draft_vocab: 409 is not in 1..408"),
         ([""], "prompts: is empty"),

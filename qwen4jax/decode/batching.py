@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Int
 
 from qwen4jax.decode.burst import Sent, empty, fields_of, to_host
 from qwen4jax.decode.capacity import require_room
+from qwen4jax.decode.options import Row, make_controls
 from qwen4jax.decode.portable import graft
 from qwen4jax.decode.prefill import feed
 from qwen4jax.decode.requests import Request
 from qwen4jax.decode.round import begin, next_round
 from qwen4jax.decode.running import Delta, Running, now
-from qwen4jax.decode.sampling import Row, make_controls
 from qwen4jax.decode.stopping import Controls, FinishReason, set_row
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.model import read_out

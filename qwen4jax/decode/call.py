@@ -8,9 +8,9 @@ import jax
 from qwen4jax.config import Config
 from qwen4jax.decode.batching import Engine, Sizes
 from qwen4jax.decode.compiling import report_new_signature
+from qwen4jax.decode.options import Row, make_controls
 from qwen4jax.decode.portable import graft
 from qwen4jax.decode.requests import is_many, make_requests, per_prompt
-from qwen4jax.decode.sampling import Row, make_controls
 from qwen4jax.decode.stopping import Controls
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.params import Params

@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from qwen4jax.config import Config, Quantization
 from qwen4jax.params import declare, tensors
 from qwen4jax.state import DEFAULT_PAGE_SIZE, abstract_state
 from qwen4jax.weights.checkpoint import survey
-from qwen4jax.weights.draft import check_vocab
+from qwen4jax.weights.draft import check_draft
+from qwen4jax.weights.placement import Placement
 
 GB = 1e9
 # most temporaries of the round beside its logits, as far as was seen; never more than the weights
 _WORK = int(2 * GB)
-
-TablePlace = Literal["device", "pinned"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def plan_memory(
     max_length: int,
     drafts: int = 3,
     kv_dtype: str | None = None,
-    table: TablePlace = "device",
+    table: Placement = "device",
 ) -> MemoryPlan:
     """What a model and a state of `slots` requests of up to `max_length` tokens hold.
 
@@ -159,7 +158,7 @@ def report(config: Config, memory: int, slots: Sequence[int], drafts: int = 3) -
         "| table | keys and values | " + " | ".join(head) + " |",
         "|---" * (len(slots) + 2) + "|",
     ]
-    for place, dtype in itertools.product(("pinned", "device"), (None, "float8_e4m3fn")):
+    for place, dtype in itertools.product(("pinned or host", "device"), (None, "float8_e4m3fn")):
         held = weights + (rows if place == "device" else 0)
         cells = [
             longest_context(
@@ -197,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         if args.model is not None:
             config = survey(args.model).config
-        check_vocab(args.draft_vocab, config.vocab_size)
+        check_draft(config, args.draft_weights, args.draft_vocab)
     except ValueError as error:
         print(f"qwen4jax: {error}", file=sys.stderr)
         return 2

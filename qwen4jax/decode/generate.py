@@ -22,11 +22,11 @@ from qwen4jax.decode.call import (
     known_tokenizer,
 )
 from qwen4jax.decode.compiling import clock
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.portable import extract, graft
 from qwen4jax.decode.prefill import prefill as feed_prompts
 from qwen4jax.decode.requests import Completion, Request, Timings, Usage, prompt_ids
 from qwen4jax.decode.running import Delta
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.forward_pass import check_capture, forward
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, init_state

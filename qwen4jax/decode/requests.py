@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.text import Tokenizer
 
 

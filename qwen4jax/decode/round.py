@@ -16,18 +16,17 @@ the draft, and the output has exactly the target's distribution.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax.decode.burst import Burst, to_host
-from qwen4jax.decode.sampling import Sampled, sample
+from qwen4jax.decode.sampling import Sampled, sample, takes_the_largest
 from qwen4jax.decode.stopping import Controls, Cut, accept, count_tokens, cut
 from qwen4jax.layers.attention import FrozenSelection
-from qwen4jax.layers.mtp import DraftRows, draft_logits
-from qwen4jax.model import commit, draft_step, head, read_out, step
+from qwen4jax.layers.mtp import DraftRows
+from qwen4jax.model import commit, draft_step, head, likeliest, read_out, step
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, put_slots, take_slots
 
@@ -64,10 +63,10 @@ def speculative_round(
     count = jnp.where(active, jnp.minimum(drafts + 1, state.capacity - length), 0)
     with jax.named_scope("verify"):
         state, pending = step(params, state, fed, count, final=False)
-        logits = head(params, read_out(params, pending.residual))
+        hidden = read_out(params, pending.residual)
     with jax.named_scope("accept"):
         positions = length[:, None] + 1 + jnp.arange(drafts + 1)
-        sampled = sample(logits, fed, positions, controls, logprobs=logprobs, top=top)
+        sampled = _choose(params, hidden, fed, positions, controls, logprobs, top)
         tokens, matched = sampled.ids, accept(sampled.ids, state.drafts)
         if accepted is not None:
             matched = accepted
@@ -152,10 +151,9 @@ def begin(
     Returns:
         As `speculative_round`; a burst of one token.
     """
-    logits = head(params, hidden[:, None])
     last = state.ngram_ids[:, -1:]
     where = state.length[:, None]
-    sampled = sample(logits, last, where, controls, logprobs=logprobs, top=top)
+    sampled = _choose(params, hidden[:, None], last, where, controls, logprobs, top)
     given = ready.astype(jnp.int32)
     end = cut(sampled.ids, given, state.length, controls, sampled.finite)
     controls = count_tokens(controls, sampled.ids, end.n)
@@ -183,6 +181,23 @@ def begin_slots(
         lambda x, row: x.at[slots].set(row, mode="drop"), controls, row_controls
     )
     return put_slots(state, slots, rows), controls, burst
+
+
+def _choose(
+    params: Params,
+    hidden: Float[Array, "S T D"],
+    fed: Int[Array, "S T"],
+    positions: Int[Array, "S T"],
+    controls: Controls,
+    logprobs: bool,
+    top: int,
+) -> Sampled:
+    """`sample` of the output head's logits, which nobody writes where only the largest counts."""
+    if not logprobs and takes_the_largest(controls):
+        ids, finite = likeliest(params, hidden)
+        return Sampled(ids, None, finite)
+    logits = head(params, hidden)
+    return sample(logits, fed, positions, controls, logprobs=logprobs, top=top)
 
 
 def _burst(
@@ -231,7 +246,7 @@ def _propose(
         hidden = jnp.take_along_axis(rows.hidden, row, axis=1)
         streams = jnp.take_along_axis(rows.residual, row[..., None], axis=1)
         selected = jnp.take_along_axis(rows.selected, row, axis=1)[:, 0]
-        proposed = [_best(params, hidden)]
+        proposed = [likeliest(params, hidden, draft=True)[0][:, 0]]
     frozen = FrozenSelection(selected, start + count)
     share = params.config.ablation.index_share
     for number in range(1, drafts):
@@ -243,7 +258,7 @@ def _propose(
                 params, state, proposed[-1], streams, start + count - 1 + number, running, given
             )
             streams = rows.residual
-            proposed.append(_best(params, rows.hidden))
+            proposed.append(likeliest(params, rows.hidden, draft=True)[0][:, 0])
     fresh = jnp.stack(proposed, axis=1)
     return state.replace(drafts=jnp.where(running[:, None], fresh, state.drafts))
 
@@ -261,13 +276,3 @@ def _chained(
     return draft_step(
         params, state, token[:, None], streams, place, running.astype(jnp.int32), selected=selected
     )
-
-
-def _best(params: Params, hidden: Float[Array, "S 1 D"]) -> Any:
-    """The likeliest token of each slot, the lowest id among equals."""
-    drafting = params.mtp
-    if drafting is None or drafting.lm_head is None:
-        logits = head(params, hidden)
-    else:
-        logits = draft_logits(drafting, hidden)
-    return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)

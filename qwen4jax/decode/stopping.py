@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Controls:
-    """Sampling and stopping options of all slots, on the device; see `sampling.make_controls`.
+    """Sampling and stopping options of all slots, on the device; see `options.make_controls`.
 
     A field that is None is switched off in the compiled program: the tree's structure is the mode,
     and each group of fields below is on or off as a whole. Without temperatures a program sorts

@@ -80,12 +80,3 @@ def draft_rows(
     streams = after.settled()
     hidden = read_final(params.hyper_connection_mixer, config, streams)
     return DraftRows(hidden=hidden, residual=streams, selected=chosen, cache=cache)
-
-
-def draft_logits(
-    params: MultiTokenPrediction, hidden: Float[Array, "B T D"]
-) -> Float[Array, "B T V"]:
-    """Logits in float32 by the draft head's own copy of the output head."""
-    assert params.lm_head is not None
-    with jax.named_scope("lm_head"):
-        return skinny_matmul(hidden, params.lm_head, out_dtype=jnp.float32)

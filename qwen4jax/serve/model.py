@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from qwen4jax.config import Config
 from qwen4jax.decode.batching import Sizes
 from qwen4jax.decode.call import check_kv_dtype, drafts_of, eos_ids_of
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.params import Params
@@ -100,6 +100,7 @@ def load_served(options: Options, progress: Progress) -> Served:
     params, report = load_and_report(
         options.model,
         dtype=options.dtype,
+        table=options.table,
         draft_weights=options.draft_weights,
         draft_vocab=options.draft_vocab,
         progress=progress,

@@ -22,6 +22,7 @@ class Options:
     Attributes:
         model: directory of the checkpoint.
         dtype: of plain tensors; None as stored.
+        table: where the n-gram table lies: `device`, `pinned` or `host`.
         kv_dtype: of cached keys and values; None is the model's.
         draft: draft tokens per round; None is 3, and 0 without a draft head.
         draft_weights: form that the draft head is quantised to; None as stored.
@@ -54,6 +55,7 @@ class Options:
 
     model: Path
     dtype: str | None = None
+    table: Literal["device", "pinned", "host"] = "device"
     kv_dtype: str | None = None
     draft: int | None = None
     draft_weights: Literal["fp8", "nvfp4"] | None = None
@@ -177,6 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     add = model.add_argument
     add("--model", metavar="DIR", type=Path, default=EMBEDDED, help="default: the embedded one")
     add("--dtype", choices=("bfloat16", "float32"), help="of plain tensors (as stored)")
+    places = ("device", "pinned", "host")
+    add("--table", choices=places, default="device", help="of n-grams: where it lies (device)")
     add("--kv-dtype", choices=("bfloat16", "float32", "float8_e4m3fn"), help="of keys and values")
     add("--draft", metavar="N", type=int, help="draft tokens per round, 0 to 7 (3)")
     add("--draft-weights", choices=("fp8", "nvfp4"), help="of the draft head (as stored)")

@@ -8,8 +8,8 @@ import numpy as np
 from google.protobuf.json_format import MessageToDict
 
 from qwen4jax.decode.chat import TokenizerError
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.requests import Request
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.serve.errors import invalid
 from qwen4jax.serve.model import NAMED_IDS, STOP_IDS, STOP_STRINGS, Served

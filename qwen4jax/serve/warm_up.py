@@ -6,8 +6,8 @@ import numpy as np
 
 from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.compiling import clock
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.requests import Request
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.decode.score import Scoring
 from qwen4jax.serve.model import NAMED_IDS, Served
 

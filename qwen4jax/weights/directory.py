@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qwen4jax.weights.errors import CheckpointError
-from qwen4jax.weights.safetensors import Entry, TensorFile
+from qwen4jax.weights.safetensors import DTYPES, Entry, TensorFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,6 +39,10 @@ class Directory:
     def array(self, name: str) -> np.ndarray:
         """The tensor `name`, a read-only view of its mapped file."""
         return self.files[self.holder[name]].array(name)
+
+    def rows(self, name: str) -> tuple[np.ndarray, np.dtype]:
+        """The tensor `name` as bytes of its rows in its mapped file, and its dtype."""
+        return self.files[self.holder[name]].rows(name), DTYPES[self.entries[name].dtype]
 
     def release(self, name: str) -> None:
         """Lets the system drop the mapped pages of a tensor."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen4jax import quant
+from qwen4jax.config import Config
 from qwen4jax.params import Params, draft_projections
 from qwen4jax.weights import quantize
 
@@ -40,12 +41,26 @@ def check_vocab(vocab: int | None, size: int) -> None:
         raise ValueError(f"draft_vocab: {vocab} is not in 1..{size}")
 
 
+def check_draft(config: Config, form: str | None, vocab: int | None) -> None:
+    """Checks arguments `draft_weights` and `draft_vocab` for a model.
+
+    Raises:
+        ValueError: one is none of those it may be, or the model has no draft head to apply it to.
+    """
+    check_form(form)
+    check_vocab(vocab, config.vocab_size)
+    asked = {"draft_weights": form, "draft_vocab": vocab}
+    given = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+    if given and not config.mtp_num_hidden_layers:
+        raise ValueError(f"{', '.join(given)}: the model has no draft head")
+
+
 def lighten_draft(params: Params, form: DraftForm | None, vocab: int | None = None) -> Params:
     """The parameters with a draft head that reads fewer bytes, made on the device.
 
     In a stored form are its routed experts, its long projections, and a copy of the output head
     that only drafts read. Router, shared expert, gated residuals and norms stay, and so do experts
-    that are in a stored form already. Without a draft head nothing changes.
+    that are in a stored form already.
 
     With a cut vocabulary the copy has the head's first rows, and no later id is drafted. Byte-pair
     encoders number tokens in the order in which they were merged, so that low ids are frequent.
@@ -56,10 +71,10 @@ def lighten_draft(params: Params, form: DraftForm | None, vocab: int | None = No
         vocab: ids that are drafted, the lowest; None is all.
 
     Raises:
-        ValueError: there is no such form, it does not fit the shapes, or there are not so many ids.
+        ValueError: there is no such form, it does not fit the shapes, there are not so many ids, or
+            no draft head.
     """
-    check_form(form)
-    check_vocab(vocab, params.config.vocab_size)
+    check_draft(params.config, form, vocab)
     if params.mtp is None or params.config.quantization.draft_copy:
         return params
     if vocab is not None:

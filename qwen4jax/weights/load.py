@@ -11,16 +11,18 @@ import re
 import time
 import typing
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen4jax.host_table import HostTable
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.arrange import arrange
 from qwen4jax.weights.checkpoint import survey
-from qwen4jax.weights.draft import DraftForm, check_form, check_vocab, lighten_draft
+from qwen4jax.weights.draft import DraftForm, check_draft, check_form, lighten_draft
 from qwen4jax.weights.names import leaves
 from qwen4jax.weights.placement import Placement, check_pinned, pinned_array
 from qwen4jax.weights.progress import Meter, Progress
@@ -45,7 +47,7 @@ class LoadReport:
         vision_tensors_skipped: tensors of the vision tower, which is not part of the model.
         vision_bytes_skipped: their bytes.
         converted: stored dtype -> tensors cast to the dtype in memory.
-        parameter_bytes: bytes of the loaded parameters.
+        parameter_bytes: bytes of the loaded parameters, without a table that stays in its files.
         staging_bytes: the most host memory in use at a time besides resident parameters.
         notes: what differs from the configuration, as an absent draft head.
         seconds: how long it took.
@@ -81,8 +83,11 @@ def load(
             (float16 is held as float32). Quantised tensors never change.
         host_budget: host memory the loader may use, in bytes or as `"24GiB"`. It bounds what is
             staged on the way to an accelerator; on the CPU backend the parameters count as well.
-        table: where n-gram tables lie: on the `device`, or `pinned` in host memory, where the
-            GPU's kernel reads the few rows it needs. Pinned memory is not part of `host_budget`.
+        table: where n-gram tables lie: on the `device`; `pinned` in host memory, where the GPU's
+            kernel reads the few rows it needs; or on the `host`, in the mapped files, of which
+            only pages with rows that are asked for are read (`qwen4jax.host_table`): for CPUs and
+            for devices that do not read host memory. The files must stay as they are then. Neither
+            counts as `host_budget`. Output ids do not depend on it.
         draft_weights: form that the draft head's experts and projections, and a copy of the output
             head for drafts, are quantised to: `fp8` or `nvfp4`; None keeps what is stored. Output
             ids do not depend on it.
@@ -99,7 +104,8 @@ def load(
         ConfigError: `config.json` names no model that this package can run.
         MemoryError: `host_budget` is too small, or the table cannot be pinned; the message shows
             the arithmetic.
-        ValueError: an argument is none of those described.
+        ValueError: an argument is none of those described, or is about a draft head that the model
+            does not have.
     """
     return load_and_report(
         path,
@@ -129,33 +135,39 @@ def load_and_report(
         if dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: {dtype!r} is not 'bfloat16' or 'float32'")
     if table not in typing.get_args(Placement):
-        raise ValueError(f"table: {table!r} is not 'device' or 'pinned'")
+        raise ValueError(f"table: {table!r} is not 'device', 'pinned' or 'host'")
     check_form(draft_weights)
     budget = host_bytes(host_budget)
     found = survey(path, dtype=dtype)
     found.require()
     found.check_values()
-    check_vocab(draft_vocab, found.config.vocab_size)
+    check_draft(found.config, draft_weights, draft_vocab)
     device = next(iter(jnp.zeros(()).devices()))
-    stage = Stage(found.declared, budget, resident=device.platform == "cpu")
-    pinned = [t for t in tensors(found.declared) if table == "pinned" and _is_table(t)]
+    tables = [t for t in tensors(found.declared) if _is_table(t)]
     if table == "pinned":
-        check_pinned(pinned, device.platform)
+        check_pinned(tables, device.platform)
+    apart = tables if table == "host" else []
+    staged = [t for t in tensors(found.declared) if t not in apart]
+    stage = Stage(staged, budget, resident=device.platform == "cpu")
     if not found.config.mtp_num_hidden_layers and found.notes:
         warnings.warn(f"{path}: {'; '.join(found.notes)}", stacklevel=3)
 
     reader = Reader(found)
     entries = found.directory.entries
     skipped_bytes = sum(entries[name].nbytes for name in found.skipped)
-    total = sum(entry.nbytes for entry in entries.values()) - skipped_bytes
+    in_files = [leaf for leaf in leaves(found.declared) if leaf[1] in apart]
+    left = sum(entries[p.name].nbytes for leaf in in_files for p in found.naming.pieces(*leaf))
+    total = sum(entry.nbytes for entry in entries.values()) - skipped_bytes - left
     with Meter(progress, total) as meter:
         meter.advance(sum(entries[name].nbytes for name in reader.read))
-        arrays = [
-            fill_pinned(reader, where, leaf, meter, device)
-            if leaf in pinned
-            else stage.transfer(reader, where, leaf, meter)
-            for where, leaf in leaves(found.declared)
-        ]
+        arrays: list[jax.Array | HostTable] = []
+        for where, leaf in leaves(found.declared):
+            if table == "pinned" and leaf in tables:
+                arrays.append(fill_pinned(reader, where, leaf, meter, device))
+            elif leaf in apart:
+                arrays.append(reader.in_its_files(where, leaf))
+            else:
+                arrays.append(stage.transfer(reader, where, leaf, meter))
     reader.require_nothing_unread()
     params = jax.tree.structure(found.declared).unflatten(arrays)
     del arrays
@@ -201,10 +213,9 @@ class Stage:
         peak: the most bytes in use so far.
     """
 
-    def __init__(self, declared: Params, budget: int | None, *, resident: bool):
+    def __init__(self, sizes: Sequence[Tensor], budget: int | None, *, resident: bool):
         self.resident = resident
         self.peak = 0
-        sizes = tensors(declared)
         # besides the part itself the runtime holds a copy while it is on its way
         self.largest = _LARGEST_PART if budget is None else min(_LARGEST_PART, budget // 2)
         if budget is None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from qwen4jax.config import Config
+from qwen4jax.host_table import HostTable
 from qwen4jax.params import Tensor
 
 PREFIXES = ("model.", "model.language_model.")
@@ -157,8 +158,10 @@ def shard_name(module: str, shard: int) -> str:
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(dotted path, leaf) for each leaf of a parameter tree, in tree order."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    """(dotted path, leaf) for each leaf of a parameter tree, in tree order, a `HostTable` too."""
+    found, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, HostTable)
+    )
     return [(".".join(_key(k) for k in path), leaf) for path, leaf in found]
 
 

@@ -1,4 +1,4 @@
-"""Where the n-gram table lies: on the device, or in pinned host memory that the GPU reads.
+"""Where the n-gram table lies: on the device, pinned in host memory, or in its files.
 
 JAX allocates pinned memory from a pool of XLA's, whose size is set before JAX starts. The table is
 allocated once and filled in place, straight from the mapped files: a second copy of 51 GB would
@@ -17,7 +17,7 @@ import numpy as np
 
 from qwen4jax.params import Tensor
 
-Placement = Literal["device", "pinned"]
+Placement = Literal["device", "pinned", "host"]
 
 # of XLA's pinned pool, in GiB
 _LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -38,7 +38,8 @@ def check_pinned(tables: Sequence[Tensor], platform: str) -> None:
         MemoryError: they do not fit into the pool or into free host memory; with the arithmetic.
     """
     if platform != "gpu":
-        raise ValueError(f"table='pinned' is for GPUs, this is a {platform}: use table='device'")
+        why = f"table='pinned' is for GPUs, this is a {platform}"
+        raise ValueError(f"{why}: use table='device' or table='host'")
     size = sum(t.nbytes for t in tables)
     shapes = ", ".join(f"{list(t.shape)} {t.dtype}" for t in tables)
     what = f"table='pinned': {shapes} take {size:,} bytes ({size / _GIB:.1f} GiB)"

@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 
+from qwen4jax.host_table import HostTable
 from qwen4jax.params import Tensor
 from qwen4jax.weights.checkpoint import Survey
 from qwen4jax.weights.errors import CheckpointError
@@ -51,6 +52,15 @@ class Reader:
             self._account(piece.name, stored.dtype, out.dtype)
             directory.release(piece.name)
         return done
+
+    def in_its_files(self, path: str, leaf: Tensor) -> HostTable:
+        """The table at `path` where it is: its rows are read when they are asked for."""
+        parts = []
+        for piece in self.found.naming.pieces(path, leaf):
+            stored, kind = self.found.directory.rows(piece.name)
+            parts.append((stored, kind))
+            self._account(piece.name, kind, np.dtype(leaf.dtype))
+        return HostTable(parts, leaf.dtype)
 
     def require_nothing_unread(self) -> None:
         """Raises if a tensor of the files went nowhere: then the table of names has a hole.

@@ -112,13 +112,27 @@ class TensorFile:
             view = view.copy()
         return view.reshape(entry.shape)
 
+    def rows(self, name: str) -> np.ndarray:
+        """The bytes of the tensor `name`, uint8 [rows, bytes of a row], in the mapped file.
+
+        They are for reading rows here and there: the system reads no pages ahead.
+        """
+        entry = self.entries[name]
+        count = entry.shape[0]
+        view = np.frombuffer(self._mapped(), np.uint8, entry.nbytes, entry.start)
+        self._advise(entry, "MADV_RANDOM")
+        return view.reshape(count, entry.nbytes // max(1, count))
+
     def release(self, name: str) -> None:
         """Lets the system drop the pages of a tensor that has been copied elsewhere."""
-        entry = self.entries[name]
+        self._advise(self.entries[name], "MADV_DONTNEED")
+
+    def _advise(self, entry: Entry, advice: str) -> None:
+        """Tells the system what becomes of a tensor's pages, where it listens."""
         if self._map is not None and hasattr(self._map, "madvise"):
             start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
             if entry.stop > start:
-                self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+                self._map.madvise(getattr(mmap, advice), start, entry.stop - start)
 
     def _mapped(self) -> mmap.mmap:
         if self._map is None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from qwen4jax.config import LINEAR, Config
+from qwen4jax.host_table import HostTable
 from qwen4jax.params import Params, declare
 from qwen4jax.weights.arrange import stored_leaves
 from qwen4jax.weights.directory import INDEX, SINGLE
@@ -120,12 +120,15 @@ class _Latest:
     """One leaf on the host at a time: its pieces are written one after the other."""
 
     def __init__(self):
-        self._read: Callable[[], jax.Array] | None = None
-        self._array = np.empty(0)
+        self._read: Callable[[], Any] | None = None
+        self._array: np.ndarray | HostTable = np.empty(0)
 
-    def on_host(self, read: Callable[[], jax.Array]) -> np.ndarray:
+    def on_host(self, read: Callable[[], Any]) -> Any:
         if read is not self._read:
-            self._read, self._array = read, np.asarray(read())
+            leaf = read()
+            # a table in its files gives the rows of one piece after the other
+            array = leaf if isinstance(leaf, HostTable) else np.asarray(leaf)
+            self._read, self._array = read, array
         return self._array
 
 

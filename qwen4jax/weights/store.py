@@ -21,6 +21,7 @@ import numpy as np
 
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import Config, Quantization, RopeParameters
+from qwen4jax.host_table import HostTable
 from qwen4jax.params import Params, declare
 from qwen4jax.weights.arrange import arrange, stored_leaves
 from qwen4jax.weights.errors import CheckpointError
@@ -152,7 +153,7 @@ def _is_store(path: Path) -> bool:
     return {p.name for p in path.iterdir()} <= {_BLOCKS, _PARTS, MANIFEST, f"{_PARTS}.partial"}
 
 
-def _blocks(params: Params) -> Iterator[tuple[str, dict[str, jax.Array]]]:
+def _blocks(params: Params) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, path -> array) for each layer and each other top-level part."""
     blocks: dict[str, dict[str, Callable[[], jax.Array]]] = {}
     for path, _, read in stored_leaves(params):
@@ -160,7 +161,10 @@ def _blocks(params: Params) -> Iterator[tuple[str, dict[str, jax.Array]]]:
         name = ".".join(steps[:2]) if steps[0] == "layers" else steps[0]
         blocks.setdefault(name, {})[path] = read
     for name, block in blocks.items():
-        yield name, {path: read() for path, read in block.items()}
+        # Orbax writes arrays: a table in its files becomes one for the while
+        arrays = {path: read() for path, read in block.items()}
+        whole = lambda x: np.asarray(x) if isinstance(x, HostTable) else x  # noqa: E731
+        yield name, {path: whole(x) for path, x in arrays.items()}
 
 
 def _describe(array: jax.Array) -> dict[str, Any]:

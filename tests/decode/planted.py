@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from qwen4jax.ablation import Ablation, IndexShare
 from qwen4jax.decode.burst import Burst
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.prefill import decode_token, logits_of, prefill, prefill_chunk
 from qwen4jax.decode.round import begin_slots, run_round
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.decode.stopping import Controls, FinishReason
 from qwen4jax.params import Params
 from qwen4jax.state import AttentionCache, DecodeState, init_state

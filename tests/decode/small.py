@@ -16,8 +16,9 @@ import numpy as np
 
 from qwen4jax.config import LINEAR, SPARSE
 from qwen4jax.decode import call, generate
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.prefill import decode_token, logits_of, prefill
-from qwen4jax.decode.sampling import Row, Sampling, make_controls, sample
+from qwen4jax.decode.sampling import sample
 from qwen4jax.decode.stopping import Controls, count_tokens
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.state import init_state

@@ -9,7 +9,7 @@ import pytest
 from qwen4jax import generate
 from qwen4jax.config import Config, Quantization
 from qwen4jax.decode import batching, capacity
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.params import init_params
 from qwen4jax.state import init_state
 from qwen4jax.weights.embedded import embedded_checkpoint
@@ -24,7 +24,8 @@ def test_the_plan_is_what_parameters_and_state_take():
     plan = capacity.plan_memory(config, **SIZES)
     assert plan.weights + plan.table == capacity.nbytes(init_params(config))
     assert plan.state == capacity.nbytes(init_state(config, **SIZES))
-    assert capacity.plan_memory(config, table="pinned", **SIZES).table == 0
+    for place in ("pinned", "host"):
+        assert capacity.plan_memory(config, table=place, **SIZES).table == 0
     assert plan.total == plan.weights + plan.table + plan.state + plan.work
     assert f"{plan.total / 1e9:.1f} GB" in plan.describe()
 
@@ -59,15 +60,21 @@ def test_the_longest_context_fits_and_a_page_more_does_not(slots: int, kv_dtype:
 
 def test_the_report_has_a_row_for_each_place_and_dtype(capsys: pytest.CaptureFixture[str]):
     assert capacity.main(["--memory", "138", "--slots", "1", "32"]) == 0
-    rows = re.findall(r"\| (pinned|device) \| (\w+) \| (\d+) \| (\d+) \|", capsys.readouterr().out)
+    rows = re.findall(
+        r"\| (pinned or host|device) \| (\w+) \| (\d+) \| (\d+) \|", capsys.readouterr().out
+    )
     found = {(place, dtype): (int(one), int(many)) for place, dtype, one, many in rows}
     assert list(found) == [
-        (place, dtype) for place in ("pinned", "device") for dtype in ("bfloat16", "float8_e4m3fn")
+        (place, dtype)
+        for place in ("pinned or host", "device")
+        for dtype in ("bfloat16", "float8_e4m3fn")
     ]
-    assert found["pinned", "bfloat16"][0] == RELEASED.max_position_embeddings
-    assert found["pinned", "float8_e4m3fn"][1] > found["pinned", "bfloat16"][1] > 32768
+    assert found["pinned or host", "bfloat16"][0] == RELEASED.max_position_embeddings
+    assert (
+        found["pinned or host", "float8_e4m3fn"][1] > found["pinned or host", "bfloat16"][1] > 32768
+    )
     # a table of 51 GB beside weights of 83 GB
-    assert found["pinned", "bfloat16"][0] > found["device", "bfloat16"][0] > 32768
+    assert found["pinned or host", "bfloat16"][0] > found["device", "bfloat16"][0] > 32768
     assert found["device", "bfloat16"][1] == 0
 
 

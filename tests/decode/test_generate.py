@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from qwen4jax.decode.generate import generate
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.requests import Completion
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.forward_pass import forward
 from tests.decode.small import (
     DRAWN,

@@ -7,7 +7,7 @@ import pytest
 
 from qwen4jax.decode import call
 from qwen4jax.decode.generate import generate, prefill, stream
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from tests.decode.sample_tokenizers import HELLO
 from tests.decode.small import GREEDY, MODEL, ids, one_bucket, params, plain, tokenizer, unchecked
 

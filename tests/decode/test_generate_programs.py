@@ -10,8 +10,8 @@ from qwen4jax.ablation import Ablation
 from qwen4jax.decode import batching, compiling
 from qwen4jax.decode.compiling import CompileClock, clock, report_new_signature
 from qwen4jax.decode.generate import generate, stream
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.round import next_round
-from qwen4jax.decode.sampling import Sampling
 from tests.decode.small import DRAWN, GREEDY, MODEL, ids, one_bucket, params, plain
 
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=8)

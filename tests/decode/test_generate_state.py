@@ -13,9 +13,9 @@ import pytest
 
 from qwen4jax.decode import batching
 from qwen4jax.decode.generate import generate, prefill, stream
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.portable import fork, restore_state, save_state
 from qwen4jax.decode.requests import Completion
-from qwen4jax.decode.sampling import Sampling
 from tests.decode.small import (
     GREEDY,
     LONGEST,

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen4jax.config import LINEAR, SPARSE
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.portable import extract, fork, graft, restore_state, save_state
 from qwen4jax.decode.round import begin_slots, run_round
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.model import read_out
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState, abstract_state, assign_pages, init_state, reset_slots

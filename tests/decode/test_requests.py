@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.requests import (
     Completion,
     Timings,
@@ -17,7 +18,6 @@ from qwen4jax.decode.requests import (
     per_prompt,
     prompt_ids,
 )
-from qwen4jax.decode.sampling import Sampling
 from tests.decode.sample_tokenizers import HELLO, qwen_style
 from tests.decode.small import unchecked
 

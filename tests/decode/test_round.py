@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.stopping import FinishReason
 from qwen4jax.pallas.ple import ngram_rows
 from qwen4jax.span import make_span

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from qwen4jax.config import LINEAR, SPARSE, Config, RopeParameters
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.prefill import logits_of, prefill, prefill_chunk
 from qwen4jax.decode.round import run_round
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.state import init_state
 from tests.decode.test_sampling import expected, p_value
 from tests.tiny import random_params

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.prefill import decode_token, prefill_chunk
 from qwen4jax.decode.round import begin_slots, run_round
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.decode.stopping import FinishReason, synthetic_accept
 from qwen4jax.state import AttentionCache, reset_slots
 from tests.decode.planted import (

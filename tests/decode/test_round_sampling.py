@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Row, Sampling, make_controls
+from qwen4jax.decode.sampling import sample, takes_the_largest
+from qwen4jax.model import head, likeliest
 from tests.decode.planted import (
+    VOCAB,
     Play,
     Request,
     decoded,
@@ -42,6 +47,29 @@ def test_penalties_are_counted_inside_a_burst():
     # drafts of a run without penalties: some are what the penalties forbid
     play = Play(t0("share"), 3, requests)
     assert play.finish(lambda p: p.plant_known(unpenalised, [3] * len(known))) == known
+
+
+def test_greedy_ids_are_those_of_the_logits():
+    """The mode in which nobody writes logits; every option that changes an id leaves it."""
+    params = t0()
+    hidden = jax.random.normal(jax.random.key(5), (4, 3, params.config.hidden_size))
+    hidden = hidden.at[1, 2].set(jnp.inf)
+    places = jnp.ones((4, 3), jnp.int32)
+    controls = make_controls([Row(Sampling(temperature=0), 1)] * 4, 4, VOCAB)
+    assert takes_the_largest(controls)
+    of_logits = sample(head(params, hidden), places, places, controls, logprobs=False)
+    ids, finite = likeliest(params, hidden)
+    np.testing.assert_array_equal(finite, of_logits.finite)
+    np.testing.assert_array_equal(ids[finite], of_logits.ids[finite])
+    assert finite.sum() == 11
+    for options in (
+        dict(temperature=1),
+        dict(presence_penalty=1),
+        dict(logit_bias={3: 1}),
+        dict(min_new_tokens=2, stop_ids=(1,)),
+    ):
+        row = Row(Sampling(**dict(temperature=0) | options), 1)
+        assert not takes_the_largest(make_controls([row], 1, VOCAB)), options
 
 
 @pytest.mark.parametrize("options", [dict(top_k=1), dict(top_p=1e-6), dict(temperature=0)], ids=str)

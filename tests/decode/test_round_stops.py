@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.prefill import logits_of
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.decode.stopping import FinishReason
 from tests.decode.planted import (
     CAPACITY,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qwen4jax.decode.sampling import Row, Sampling, make_controls, sample
+from qwen4jax.decode.options import Row, Sampling, make_controls
+from qwen4jax.decode.sampling import sample
 from qwen4jax.decode.stopping import (
     Controls,
     FinishReason,

@@ -12,8 +12,8 @@ import pytest
 from qwen4jax.decode import call
 from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.generate import generate, stream
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.running import Delta
-from qwen4jax.decode.sampling import Sampling
 from tests.decode.sample_tokenizers import byte_level
 from tests.decode.small import DRAWN, GREEDY, ids, one_bucket, params, plain, tokenizer
 

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
+from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.prefill import decode_token, logits_of, prefill
 from qwen4jax.decode.round import begin_slots, run_round
-from qwen4jax.decode.sampling import Row, Sampling, make_controls
 from qwen4jax.forward_pass import forward
 from qwen4jax.params import Params, init_params
 from qwen4jax.state import init_state

@@ -1,4 +1,4 @@
-"""The n-gram table in pinned host memory, read by the GPU where it lies."""
+"""The n-gram table in host memory: pinned, read by the GPU where it lies, and by a call back."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.table import expected, fill, pattern_block
+from qwen4jax.host_table import HostTable
 from qwen4jax.pallas.ple import embed, ngram_rows
 from qwen4jax.pallas.ple.cases import TENTH_HASH
 from qwen4jax.quant import ScaledTable
@@ -27,5 +28,9 @@ def test_rows_of_a_pinned_table_are_those_of_the_host():
     got = np.asarray(run(table, ids).astype(jnp.float32))
     rows = np.asarray(ngram_rows(ids, TENTH_HASH, eos=EOS, implementation="reference"))
     np.testing.assert_array_equal(got, expected(rows, block))
+    # by a call back to the host
+    kept = HostTable([(memory.view(np.uint8), memory.dtype)], memory.dtype)
+    called = run(ScaledTable(kept, table.weight_scale), ids)
+    np.testing.assert_array_equal(np.asarray(called.astype(jnp.float32)), got)
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(run(table, ids).astype(jnp.float32)), got)

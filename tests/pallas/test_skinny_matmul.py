@@ -1,8 +1,13 @@
 """The dense projection against NumPy float64."""
 
+import jax.numpy as jnp
+import numpy as np
+
 from qwen4jax.pallas.skinny_matmul import (
+    ARGMAX,
     IMPLEMENTATIONS,
     PROJECTIONS,
+    argmax,
     projections,
     skinny_matmul,
 )
@@ -43,3 +48,29 @@ def test_several_match_float64(case, implementation):
         assert got.dtype == dtype
         added = 0 if bias is None else f64(bias)
         assert_matches(got, f64(inputs["x"]) @ f64(dequantize(w)).T + added)
+
+
+@over_cases(CASES, "argmax", ARGMAX)
+def test_the_largest_is_the_first_of_the_largest(case, implementation):
+    """Ids where `jnp.argmax` finds them in the logits, and a row's infinities and NaNs noticed."""
+    inputs = case.inputs()
+    # the kernel's own sums, so that what is equal there is equal here
+    own = "reference" if implementation == "separate" else implementation
+    logits = call(skinny_matmul, inputs | dict(bias=None, out_dtype=jnp.float32), own)
+    ids, finite = call(argmax, inputs, implementation)
+    assert ids.dtype == jnp.int32
+    np.testing.assert_array_equal(ids, jnp.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(finite, np.isfinite(logits).all(axis=-1))
+
+
+def test_argmax_takes_the_lowest_of_equal_ids():
+    case = next(c for c in CASES if c.function == "argmax" and c.name == "ties")
+    ids, _ = call(argmax, case.inputs(), "triton")
+    assert ids.tolist() == [17, 3, 70, 0]
+
+
+def test_argmax_notices_what_is_not_finite():
+    case = next(c for c in CASES if c.function == "argmax" and c.name == "not_finite")
+    ids, finite = call(argmax, case.inputs(), "triton")
+    assert ids[:4].tolist() == [40, 0, 77, 0]
+    assert finite.tolist() == [False, False, False, False, True]

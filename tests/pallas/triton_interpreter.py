@@ -79,8 +79,8 @@ def interpret(
         name: next(given_to) if number is None else tuple(next(given_to) for _ in range(number))
         for name, number in zip(names, triton_call.takes(kernel, names, len(arrays)), strict=True)
     }
-    # a device overflows silently
-    with _one_at_a_time, _interpreted_language(), np.errstate(over="ignore"):
+    # a device overflows silently, and subtracts what overflowed
+    with _one_at_a_time, _interpreted_language(), np.errstate(over="ignore", invalid="ignore"):
         run = _function(kernel)
         sizes = (*grid, *(1,) * (3 - len(grid)))
         interpreter.interpreter_builder.set_grid_dim(*sizes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qwen4jax.decode.generate import generate
-from qwen4jax.decode.sampling import Sampling
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.score import score
 from qwen4jax.decode.text import Tokenizer
 from qwen4jax.serve.client import Answer, AsyncClient, Client

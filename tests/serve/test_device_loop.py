@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from qwen4jax.decode.batching import Engine, Sizes
+from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.requests import Request
 from qwen4jax.decode.running import Delta
-from qwen4jax.decode.sampling import Sampling
 from qwen4jax.serve import engine as engine_module
 from qwen4jax.serve.engine import DeviceLoop, Phase
 from qwen4jax.serve.errors import CallError

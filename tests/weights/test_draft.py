@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from qwen4jax import generate
+from qwen4jax.decode import capacity
 from qwen4jax.params import declare
+from qwen4jax.weights import load as loading
 from qwen4jax.weights import quantize
 from qwen4jax.weights.draft import lighten_draft
 from qwen4jax.weights.embedded import embedded_checkpoint
@@ -97,3 +99,32 @@ def test_a_store_keeps_a_cut_vocabulary(form, tmp_path):
 def test_a_number_of_ids_that_is_not_there_is_refused(vocab):
     with pytest.raises(ValueError, match="draft_vocab"):
         load(embedded_checkpoint(), draft_vocab=vocab, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(draft_weights="fp8"), r"draft_weights='fp8': the model has no draft head"),
+        (dict(draft_vocab=30), r"draft_vocab=30: the model has no draft head"),
+        (
+            dict(draft_weights="fp8", draft_vocab=3),
+            "draft_weights=.fp8., draft_vocab=3: the",
+        ),
+    ],
+)
+def test_a_model_without_a_draft_head_is_refused(options, message, tmp_path, monkeypatch):
+    """Before anything is loaded; by the loader and by the report of what fits."""
+    bare = params().config.replace(mtp_num_hidden_layers=0)
+    save(params().replace(mtp=None, config=bare), tmp_path / "bare")
+    load(tmp_path / "bare", progress=False)
+    with pytest.raises(ValueError, match=message):
+        lighten_draft(
+            params().replace(mtp=None, config=bare),
+            options.get("draft_weights"),
+            options.get("draft_vocab"),
+        )
+    monkeypatch.setattr(loading, "Reader", lambda _: pytest.fail("read"))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "bare", progress=False, **options)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert capacity.main([str(tmp_path / "bare"), *flags]) == 2

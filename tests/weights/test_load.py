@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qwen4jax.config import Config
-from qwen4jax.params import Params
+from qwen4jax.params import Params, tensors
 from qwen4jax.weights.checkpoint import survey
 from qwen4jax.weights.load import Stage, host_bytes, load, load_and_report
 from qwen4jax.weights.names import leaves
@@ -75,7 +75,7 @@ def test_leaves_arrive_in_parts_within_the_budget(budget: str):
     found = survey(NVFP4)
     size = host_bytes(budget)
     assert size is not None
-    stage = Stage(found.declared, size, resident=False)
+    stage = Stage(tensors(found.declared), size, resident=False)
     reader = Reader(found)
     with Meter(False, 0) as meter:
         arrays = [
@@ -93,7 +93,7 @@ def test_a_budget_below_one_row_is_refused_with_the_arithmetic():
     with pytest.raises(
         MemoryError, match=r"needs 2 x [0-9,]+ bytes for one row of \[16, 2, 32, 64\]"
     ):
-        Stage(found.declared, 1000, resident=False)
+        Stage(tensors(found.declared), 1000, resident=False)
 
 
 def test_progress_counts_every_byte():

@@ -42,7 +42,7 @@ def test_a_pinned_table_holds_the_same_values(monkeypatch: pytest.MonkeyPatch):
     assert kinds.count("pinned_host") == 1
 
 
-@pytest.mark.parametrize("table", ["pinned", "host"])
+@pytest.mark.parametrize("table", ["pinned", "disk"])
 def test_other_placements_are_refused(table):
     with pytest.raises(ValueError, match="table"):
         load(FP8, table=table)

@@ -15,9 +15,19 @@ _kernel = functools.partial(Kernel, needs=("triton",))
 
 ROWS = Operation("ple.ngram_rows", {"reference": reference.ngram_rows})
 GATHER = Operation(
-    "ple.gather", {"reference": reference.gather, "triton": _kernel(_TRITON + "gather")}
+    "ple.gather",
+    {
+        "reference": reference.gather,
+        "triton": _kernel(_TRITON + "gather", refuses=limits.in_its_files),
+    },
 )
-EMBED = Operation("ple.embed", {"reference": reference.embed, "triton": _kernel(_TRITON + "embed")})
+EMBED = Operation(
+    "ple.embed",
+    {
+        "reference": reference.embed,
+        "triton": _kernel(_TRITON + "embed", refuses=limits.in_its_files),
+    },
+)
 MIX = Operation(
     "ple.mix",
     {"reference": reference.mix, "triton": _kernel(_TRITON + "mix", refuses=limits.mix)},
@@ -49,7 +59,8 @@ def gather(
     """Rows of the table side by side, `E = heads * width`, in `dtype`.
 
     Args:
-        table: [rows, width], an array or a `quant.ScaledTable`.
+        table: [rows, width], an array or a `quant.ScaledTable`, or a `HostTable` in place of the
+            array, which the reference calls back for.
         rows: row numbers, in range.
         dtype: of the result.
         implementation: see `GATHER`; by default the fastest.

@@ -1,7 +1,16 @@
 """What keeps the Triton kernels of the n-gram embedding from given arguments."""
 
+from qwen4jax.host_table import HostTable
+from qwen4jax.quant import ScaledTable
+
 # tokens of a row: what earlier ones of them give to the convolution is computed again
 MOST_PLACES = 16
+
+
+def in_its_files(table, *_, **__) -> str | None:
+    """Limits of `gather` and `embed`."""
+    weight = table.weight if isinstance(table, ScaledTable) else table
+    return "reads arrays, not a HostTable" if isinstance(weight, HostTable) else None
 
 
 def mix(key, value, streams, *norms_and_taps, **_) -> str | None:

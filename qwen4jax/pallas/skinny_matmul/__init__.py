@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax import quant
 from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import reference
 
 _TRITON = "qwen4jax.pallas.skinny_matmul.triton_kernels"
+_TRITON_ARGMAX = "qwen4jax.pallas.skinny_matmul.triton_argmax"
 _MOSAIC = "qwen4jax.pallas.skinny_matmul.mosaic_hopper"
 # above these cuBLAS is as good, and larger tiles than the kernels' are better
 MOST_ROWS = 128
@@ -96,6 +97,23 @@ PROJECTIONS = Operation(
 )
 
 
+def _separate(x: Any, w: Any) -> tuple[Any, Any]:
+    """`argmax` of `skinny_matmul`, by whatever that runs."""
+    return reference.best_and_finite(skinny_matmul(x, w, out_dtype=jnp.float32))
+
+
+ARGMAX = Operation(
+    "skinny_matmul.argmax",
+    {
+        "reference": reference.argmax,
+        "separate": _separate,
+        "triton": Kernel(
+            f"{_TRITON_ARGMAX}.argmax", needs=("triton",), refuses=lambda x, w: _refuses(x, (w,))
+        ),
+    },
+)
+
+
 def skinny_matmul(
     x: Float[Array, "*rows I"],
     w: Float[Array, "O I"] | quant.Nvfp4 | quant.BlockFp8,
@@ -143,3 +161,25 @@ def projections(
     biases = tuple(biases or (None,) * len(weights))
     out_dtypes = tuple(out_dtypes or (x.dtype,) * len(weights))
     return PROJECTIONS.run(implementation, rows, x, tuple(weights), biases, out_dtypes=out_dtypes)
+
+
+def argmax(
+    x: Float[Array, "*rows I"],
+    w: Float[Array, "O I"] | quant.Nvfp4 | quant.BlockFp8,
+    *,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "*rows"], Bool[Array, "*rows"]]:
+    """Number of each row's largest output of `skinny_matmul` in float32, which nobody else reads.
+
+    The lowest number among equals, -0 and 0 too; the first NaN if there is one (`jnp.argmax`).
+
+    Args:
+        x: rows of activations.
+        w: as `skinny_matmul`; at least one output.
+        implementation: see `ARGMAX`; by default the fastest.
+
+    Returns:
+        The numbers, int32, and whether all outputs of a row are finite.
+    """
+    rows = x.size // max(x.shape[-1], 1)
+    return ARGMAX.run(implementation, rows, x, w)

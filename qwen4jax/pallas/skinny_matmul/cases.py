@@ -1,5 +1,6 @@
 """Cases of the dense projection."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax.pallas.cases import BF16, F32, Case, normal, stored, weight
@@ -39,6 +40,39 @@ def _several(
         )
 
     return Case("projections", name, build, device_only)
+
+
+def _argmax(name, rows, outputs, inputs, dtype=BF16, *, form="", device_only=False):
+    def build(rng):
+        return dict(
+            x=normal(rng, (*rows, inputs), dtype), w=_weight(rng, (outputs, inputs), dtype, form)
+        )
+
+    return Case("argmax", name, build, device_only)
+
+
+def _ties(rng):
+    """Equal outputs in one tile and in several; a row whose largest are zeros of both signs."""
+    w = np.zeros((200, 128), np.float32)
+    w[[17, 18, 90, 199], 0] = 1.0
+    w[[3, 60], 1] = 2.0
+    # only -0 and what is below
+    w[:, 2] = -1.0
+    w[[70, 130], 2] = -0.0
+    w[130, 3] = 0.0
+    x = np.zeros((4, 128), np.float32)
+    x[[0, 1, 2, 3], [0, 1, 2, 3]] = 1.0
+    return dict(x=jnp.asarray(x, BF16), w=jnp.asarray(w, BF16))
+
+
+def _not_finite(rng):
+    """Rows with infinities, with -inf, with NaN, with nothing but -inf, and a sound one."""
+    w = rng.standard_normal((150, 128)).astype(np.float32)
+    w[:, :5] = 0
+    w[[40, 100], 0], w[120, 1], w[77, 2], w[77, 4], w[:, 3] = 3e38, -3e38, 3e38, -3e38, -3e38
+    x = np.zeros((5, 128), np.float32)
+    x[[0, 1, 2, 2, 3], [0, 1, 2, 4, 3]], x[4, 9] = 4, 1
+    return dict(x=jnp.asarray(x, BF16), w=jnp.asarray(w, BF16))
 
 
 def _biased(rng):
@@ -99,6 +133,13 @@ CASES = (
     *(_case(f"{form}_wide_tiles", (3,), 6403, 128, BF16, form=form) for form in _FORMS),
     _case("fp8_to_float32", (3,), 130, 256, BF16, form="fp8", out_dtype=F32),
     _several("three_forms", (3,), (130, 48, 7), 256, forms=("fp8", "", "nvfp4")),
+    _argmax("float32", (2, 3), 48, 32, F32),
+    _argmax("one_output", (2,), 1, 128),
+    _argmax("ragged_tiles", (17,), 83, 384),
+    _argmax("wide_tiles", (1, 3), 6403, 128),
+    *(_argmax(f"{form}_ragged_tiles", (9,), 200, 256, form=form) for form in _FORMS),
+    Case("argmax", "ties", _ties),
+    Case("argmax", "not_finite", _not_finite),
     *(
         _case(
             f"draft_{name}_{form}_{rows}",
@@ -112,6 +153,23 @@ CASES = (
         for form in _FORMS
         for rows in (1, 4)
     ),
+    *(
+        _argmax(f"lm_head_{rows}", (rows,), *_RELEASED["lm_head"], device_only=True)
+        for rows in (1, 4, 32, 128)
+    ),
+    *(
+        _argmax(
+            f"draft_lm_head_{form}_{rows}",
+            (rows,),
+            *_RELEASED["lm_head"],
+            form=form,
+            device_only=True,
+        )
+        for form in _FORMS
+        for rows in (1, 8)
+    ),
+    # the lowest 65,536 ids, as `draft_vocab` has it
+    _argmax("draft_lm_head_fp8_65536_ids_1", (1,), 65536, 2560, form="fp8", device_only=True),
     *(
         _several(
             f"draft_in_{form}_{rows}",

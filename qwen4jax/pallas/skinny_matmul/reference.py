@@ -25,3 +25,13 @@ def projections(x, weights, biases, *, out_dtypes):
         skinny_matmul(x, w, bias, out_dtype=dtype)
         for w, bias, dtype in zip(weights, biases, out_dtypes, strict=True)
     )
+
+
+def argmax(x, w):
+    """See `qwen4jax.pallas.skinny_matmul.argmax`."""
+    return best_and_finite(skinny_matmul(x, w, None, out_dtype=jnp.float32))
+
+
+def best_and_finite(logits):
+    """Number of the largest along the last axis, and whether all are finite."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.isfinite(logits).all(axis=-1)

@@ -40,7 +40,7 @@ def projections(
     flat = x.reshape(-1, x.shape[-1])
     rows, inputs = flat.shape
     outputs = [w.shape[0] for w in weights]
-    tile = _tile(rows, inputs, outputs)
+    tile = tiling(rows, inputs, outputs)
     shapes = [
         jax.ShapeDtypeStruct((rows, n), dtype) for n, dtype in zip(outputs, out_dtypes, strict=True)
     ]
@@ -66,7 +66,7 @@ def projections(
     return tuple(y.reshape(*x.shape[:-1], n) for y, n in zip(results, outputs, strict=False))
 
 
-def _tile(rows: int, inputs: int, outputs: Sequence[int]) -> dict[str, Any]:
+def tiling(rows: int, inputs: int, outputs: Sequence[int]) -> dict[str, Any]:
     """How a program's share is cut, and the warps and stages that measured best with it."""
     block_rows = max(8, triton.next_power_of_2(min(rows, 32)))
     if sum(triton.cdiv(n, 64) for n in outputs) >= _ENOUGH_TILES:

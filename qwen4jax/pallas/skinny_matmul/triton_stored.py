@@ -44,10 +44,9 @@ def projections(
     outputs = [w.shape[0] for w in weights]
     absent = MOST_WEIGHTS - len(weights)
     forms = [*map(form_of, weights), *["bf16"] * absent]
-    # stored values, scales along the inputs, scale of the matrix; the rows stand where one is not
-    parts = [*(_parts(w, flat) for w in weights), *[(flat,) * 3] * absent]
-    values, scales, whole = zip(*parts, strict=True)
-    tile = _tile(rows, outputs)
+    given = [*(parts(w, flat) for w in weights), *[(flat,) * 3] * absent]
+    values, scales, whole = zip(*given, strict=True)
+    tile = tiling(rows, outputs)
     shapes = [
         jax.ShapeDtypeStruct((rows, n), dtype) for n, dtype in zip(outputs, out_dtypes, strict=True)
     ]
@@ -72,7 +71,8 @@ def projections(
     return tuple(y.reshape(*x.shape[:-1], n) for y, n in zip(results, outputs, strict=False))
 
 
-def _parts(w: Any, idle: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def parts(w: Any, idle: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Stored values, scales along the inputs, scale of the matrix; `idle` where one is not."""
     if isinstance(w, quant.BlockFp8):
         return w.weight, w.weight_scale_inv, idle
     if isinstance(w, quant.Nvfp4):
@@ -80,7 +80,7 @@ def _parts(w: Any, idle: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return w, idle, idle
 
 
-def _tile(rows: int, outputs: Sequence[int]) -> dict[str, Any]:
+def tiling(rows: int, outputs: Sequence[int]) -> dict[str, Any]:
     """As for bfloat16: 64 weight rows a program, or 16 and one warp where those are too few."""
     block_rows = max(8, triton.next_power_of_2(min(rows, 32)))
     common = dict(BLOCK_ROWS=block_rows, BLOCK_K=_STEP)
@@ -113,17 +113,19 @@ def _nvfp4_step(codes, scales, tokens, acc, N: tl.constexpr, K: tl.constexpr, R:
 
 
 @triton.jit
-def _one(
-    x, w, s, g, y, tile, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
+def product(
+    x, w, s, g, tile, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one weight's outputs."""
+    """A tile of one weight's outputs for a program's rows, float32 [BLOCK_N, BLOCK_ROWS].
+
+    What is past the last output is the last one again.
+    """
     # stored elements of a row, and of a step of it
     PACKED: tl.constexpr = 2 if FORM == "nvfp4" else 1
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     stored = tl.arange(0, BLOCK_K // PACKED)
-    # past the last row the last one is read again, and dropped
     read = tl.minimum(outputs, N - 1)[:, None].to(tl.int64)
     weight = w + read * (K // PACKED) + stored[None, :]
     groups = s + read * (K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
@@ -145,6 +147,18 @@ def _one(
             acc = tl.dot(left, right.T, acc)
     if FORM == "nvfp4":
         acc = acc * tl.load(g)
+    return acc
+
+
+@triton.jit
+def _one(
+    x, w, s, g, y, tile, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of one weight's outputs."""
+    acc = product(x, w, s, g, tile, ROWS, K, N, FORM, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     place = y + rows[None, :] * N + outputs[:, None]
     there = (rows < ROWS)[None, :] & (outputs < N)[:, None]
     tl.store(place, acc.to(y.dtype.element_ty), mask=there)
