@@ -46,13 +46,13 @@ def _down(
     for i in tl.static_range(EARLY, AHEAD):
         loaded = loaded + load_chunk(w, s, i, F, C, L, FORM, False, W)
     all_pairs = tl.reshape(tl.broadcast_to(pairs[None, :], (W, 8)), (8 * W, 1))
-    hs = hidden + all_pairs * F + lane_columns(C)[None, :]
+    hs = hidden + tl.maximum(all_pairs, 0) * F + lane_columns(C)[None, :]
     acc = tl.zeros((W, 16, 8), tl.float32)
     STEPS: tl.constexpr = F // C
     for i in tl.static_range(STEPS):
         if i + AHEAD < STEPS:
             loaded = loaded + load_chunk(w, s, i + AHEAD, F, C, L, FORM, False, W)
-        chunk = load_tokens(hs + i * C, all_pairs >= 0, C, W)
+        chunk = load_tokens(hs + i * C, C, W)
         acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
     return acc
 

@@ -55,7 +55,6 @@ def _load_pair(
 def _gate_up(
     x,
     tokens,
-    there,
     gate,
     gate_scale,
     up,
@@ -71,6 +70,8 @@ def _gate_up(
 ):
     """Sums [16, 8] of 16 rows of gate and of up with 8 tokens; `early` are the first EARLY steps.
 
+    Columns of pairs that are none are some token's, and are stored nowhere: no column reaches
+    another, and no load waits to be known as needed.
     The warps split the columns, one chunk of every W each, so that a program asks for whole rows
     together; their sums are added in the order of the warps.
     """
@@ -79,7 +80,6 @@ def _gate_up(
         loaded = loaded + _load_pair(gate, gate_scale, up, up_scale, i, D, C, L, FORM, W)
     column = tl.arange(0, W)[:, None] * C
     xs = x + tl.reshape(tokens[None, :] * D + column, (8 * W, 1)) + lane_columns(C)[None, :]
-    live = tl.reshape(tl.broadcast_to(there[None, :], (W, 8)), (8 * W, 1))
     g = tl.zeros((W, 16, 8), tl.float32)
     u = tl.zeros((W, 16, 8), tl.float32)
     STEPS: tl.constexpr = D // (C * W)
@@ -87,7 +87,7 @@ def _gate_up(
         if i + AHEAD < STEPS:
             more = _load_pair(gate, gate_scale, up, up_scale, i + AHEAD, D, C, L, FORM, W)
             loaded = loaded + more
-        chunk = load_tokens(xs + i * (C * W), live, C, W)
+        chunk = load_tokens(xs + i * (C * W), C, W)
         g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
         u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
     return tl.sum(g, 0), tl.sum(u, 0)
@@ -121,7 +121,8 @@ def _shared_gate_up(
     w1 = weight_pointers(gate, row * 16, D, C, C, True, W)
     w2 = weight_pointers(up, row * 16, D, C, C, True, W)
     AHEAD: tl.constexpr = min(SHARED_AHEAD, D // (C * W))
-    g, u = _gate_up(x, token, token < T, w1, w1, w2, w2, (), D, C, C, BF16, W, 0, AHEAD)
+    there = tl.minimum(token, T - 1)
+    g, u = _gate_up(x, there, w1, w1, w2, w2, (), D, C, C, BF16, W, 0, AHEAD)
     _store_hidden(hidden, g, u, tl.where(token < T, T * K + token, -1), row, F)
 
 
@@ -164,8 +165,8 @@ def _routed_gate_up(
     else:
         lead, pairs = members(ids, expert, place, T, K, 8, KP)
     if lead:
-        token, there = pairs // K, pairs >= 0
-        g, u = _gate_up(x, token, there, w, s, up, up_scale, early, D, C, L, FORM, W, EARLY, AHEAD)
+        token = tl.maximum(pairs, 0) // K
+        g, u = _gate_up(x, token, w, s, up, up_scale, early, D, C, L, FORM, W, EARLY, AHEAD)
         if FORM == NVFP4:
             g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
             u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
