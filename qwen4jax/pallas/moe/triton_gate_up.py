@@ -9,6 +9,10 @@ A program of either product has one expert, up to 8 of its pairs (`triton_groups
 and some rows. The weights' addresses hang on the expert alone: with few tokens, when nearly every
 pair leads, the first loads are under way while a program looks for the other pairs.
 
+While the last programs of this launch end and the first of the next begin, memory would rest, and
+between them it is asked for less than it can send: each program has the cache get a share of what
+the second product reads, if the cache has room for it (few tokens).
+
 The shared expert has programs in the same launches, the first ones, because theirs are the longest.
 Its hidden values stand behind those of the pairs, as if it were one more choice of every token.
 """
@@ -16,6 +20,7 @@ Its hidden values stand behind those of the pairs, as if it were one more choice
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.moe.triton_ask import ask
 from qwen4jax.pallas.moe.triton_groups import members
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
@@ -106,6 +111,7 @@ def _shared_gate_up(
     x,
     gate,
     up,
+    down,
     hidden,
     row,
     first,
@@ -114,6 +120,7 @@ def _shared_gate_up(
     D: tl.constexpr,
     F: tl.constexpr,
     W: tl.constexpr,
+    ASK: tl.constexpr,
 ):
     """16 columns of the shared expert's hidden values of 8 tokens."""
     token = first + tl.arange(0, 8)
@@ -123,6 +130,8 @@ def _shared_gate_up(
     AHEAD: tl.constexpr = min(SHARED_AHEAD, D // (C * W))
     there = tl.minimum(token, T - 1)
     g, u = _gate_up(x, there, w1, w1, w2, w2, (), D, C, C, BF16, W, 0, AHEAD)
+    if ASK:
+        ask(down, row, F // 16, D * F)
     _store_hidden(hidden, g, u, tl.where(token < T, T * K + token, -1), row, F)
 
 
@@ -132,6 +141,7 @@ def _routed_gate_up(
     ids,
     tiles,
     stored,
+    next_stored,
     hidden,
     row,
     place,
@@ -146,6 +156,7 @@ def _routed_gate_up(
     W: tl.constexpr,
     AHEAD: tl.constexpr,
     LISTED: tl.constexpr,
+    ASK: tl.constexpr,
 ):
     """16 columns of the hidden values of a tile of pairs, if there is one."""
     weight, scale, scale_2 = stored
@@ -167,6 +178,13 @@ def _routed_gate_up(
     if lead:
         token = tl.maximum(pairs, 0) // K
         g, u = _gate_up(x, token, w, s, up, up_scale, early, D, C, L, FORM, W, EARLY, AHEAD)
+        if ASK:
+            down, down_scale = next_stored
+            SIZE: tl.constexpr = D * (F // C * L)
+            ask(down + expert * SIZE, row, F // 16, SIZE)
+            if FORM == NVFP4:
+                SCALES: tl.constexpr = D * F // 16
+                ask(down_scale + expert * SCALES, row, F // 16, SCALES)
         if FORM == NVFP4:
             g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
             u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
@@ -183,6 +201,9 @@ def gate_up_kernel(
     scale_2,
     shared_gate,
     shared_up,
+    down,
+    down_scale,
+    shared_down,
     hidden,
     counter,
     T: tl.constexpr,
@@ -198,6 +219,7 @@ def gate_up_kernel(
     SHARED: tl.constexpr,
     LISTED: tl.constexpr,
     COUNTERS: tl.constexpr,
+    ASK: tl.constexpr,
 ):
     """hidden[p] = silu(gate x) * (up x), 16 rows of each a program: grid (F/16, SHARED + tiles).
 
@@ -210,6 +232,9 @@ def gate_up_kernel(
         scale_2: stored scales of whole matrices.
         shared_gate: [F, D].
         shared_up: [F, D].
+        down: stored array of what is read next.
+        down_scale: its scales.
+        shared_down: [D, F].
         hidden: [T K + T, F], the shared expert's last.
         counter: int32 [COUNTERS], cleared.
         T: tokens.
@@ -225,15 +250,36 @@ def gate_up_kernel(
         SHARED: groups of 8 tokens for the shared expert, or 0.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         COUNTERS: a power of two.
+        ASK: whether the cache shall get what is read next.
     """
     row, place = tl.program_id(0), tl.program_id(1) - SHARED
     if (row == 0) & (tl.program_id(1) == 0):
         tl.store(counter + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     if place < 0:
         first = (place + SHARED) * 8
-        _shared_gate_up(x, shared_gate, shared_up, hidden, row, first, T, K, D, F, W)
+        own = (shared_gate, shared_up, shared_down)
+        _shared_gate_up(x, *own, hidden, row, first, T, K, D, F, W, ASK)
     else:
-        stored = (weight, scale, scale_2)
+        stored, then = (weight, scale, scale_2), (down, down_scale)
         _routed_gate_up(
-            x, ids, tiles, stored, hidden, row, place, T, K, KP, D, F, C, L, FORM, W, AHEAD, LISTED
+            x,
+            ids,
+            tiles,
+            stored,
+            then,
+            hidden,
+            row,
+            place,
+            T,
+            K,
+            KP,
+            D,
+            F,
+            C,
+            L,
+            FORM,
+            W,
+            AHEAD,
+            LISTED,
+            ASK,
         )
