@@ -95,7 +95,7 @@ def _gate_up(
         chunk = load_tokens(xs + i * (C * W), C, W)
         g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
         u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
-    return tl.sum(g, 0), tl.sum(u, 0)
+    return tl.split(tl.sum(tl.join(g, u), 0))
 
 
 @triton.jit
