@@ -141,9 +141,9 @@ def _tiles(x: Any) -> Any:
     """[..., O, n c] as [..., O/16, n, 16, c]; `c` is what 128 columns take. Codes are spread."""
     *lead, rows, columns = x.shape
     width = columns * TILE_COLUMNS // _columns_of(x)
-    x = _spread(x) if x.dtype == jnp.uint8 else x
     split = x.reshape(*lead, rows // TILE_ROWS, TILE_ROWS, columns // width, width)
-    return jnp.swapaxes(split, -3, -2)
+    tiles = jnp.swapaxes(split, -3, -2)
+    return _spread(tiles) if x.dtype == jnp.uint8 else tiles
 
 
 def rows_of_tiles(x: Any) -> Any:
