@@ -56,10 +56,16 @@ class TiledNvfp4(struct.PyTreeNode):
     """`Nvfp4` in the order in which the experts' kernels read it: tiles of 16 rows x 128 columns.
 
     A tile is 1,024 bytes of codes and 128 of scales, each in one piece, where the rows of the
-    stored order are a whole row apart. The same bytes in another order: `stored` gives them back.
+    stored order are a whole row apart. The same bits in another order: `stored` gives them back.
+
+    Of 16 columns, a word of 32 bits has those of which the column over 2 is even, the next the
+    others: four pairs of neighbours each, whose bits are spread (`_FIELDS`) so that a shift and a
+    mask make them numbers of 16 bits each, the even column in the low half: sign in bit 15,
+    magnitude in bits 8 to 6. The first pair comes by a shift left by 6, the second by one by 2, the
+    third by a rotation right by 4. The last stands there but for bit 6, which bit 14 has.
 
     Attributes:
-        weight: uint8 [..., O/16, I/128, 16, 64].
+        weight: uint8 [..., O/16, I/128, 16, 64], words from their low byte on.
         weight_scale: float8_e4m3fn [..., O/16, I/128, 16, 8].
         weight_scale_2: as of `Nvfp4`.
         input_scale: as of `Nvfp4`.
@@ -103,17 +109,49 @@ def stored(tree: Any) -> Any:
     return jax.tree.map(lambda w: w.stored() if tiled(w) else w, tree, is_leaf=tiled)
 
 
+# for each pair of a word: (first of its byte's bits, how many, their place in the word)
+_FIELDS = (
+    ((0, 3, 0), (3, 1, 9), (4, 3, 16), (7, 1, 25)),
+    ((0, 3, 4), (3, 1, 13), (4, 3, 20), (7, 1, 29)),
+    ((0, 3, 10), (3, 1, 19), (4, 3, 26), (7, 1, 3)),
+    ((0, 1, 14), (1, 2, 7), (3, 1, 15), (4, 1, 30), (5, 2, 23), (7, 1, 31)),
+)
+
+
+def _spread(codes: Any) -> Any:
+    """Bytes [..., 8 n], bits of each eight in the order of `TiledNvfp4`."""
+    # [..., pair, word]
+    pairs = codes.reshape(*codes.shape[:-1], -1, 4, 2).astype(jnp.uint32)
+    words = jnp.zeros_like(pairs[..., 0, :])
+    for pair, fields in enumerate(_FIELDS):
+        for first, number, place in fields:
+            words |= (pairs[..., pair, :] >> first & (1 << number) - 1) << place
+    return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(codes.shape)
+
+
+def _gathered(codes: Any) -> Any:
+    """What `_spread` has made these of."""
+    words = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2, 4), jnp.uint32)
+    pairs = (
+        sum((words >> place & (1 << number) - 1) << first for first, number, place in fields)
+        for fields in _FIELDS
+    )
+    return jnp.stack([jnp.asarray(p, jnp.uint8) for p in pairs], axis=-2).reshape(codes.shape)
+
+
 def _tiles(x: Any) -> Any:
-    """[..., O, n c] as [..., O/16, n, 16, c]; `c` is what 128 columns take."""
+    """[..., O, n c] as [..., O/16, n, 16, c]; `c` is what 128 columns take. Codes are spread."""
     *lead, rows, columns = x.shape
     width = columns * TILE_COLUMNS // _columns_of(x)
     split = x.reshape(*lead, rows // TILE_ROWS, TILE_ROWS, columns // width, width)
-    return jnp.swapaxes(split, -3, -2)
+    tiles = jnp.swapaxes(split, -3, -2)
+    return _spread(tiles) if x.dtype == jnp.uint8 else tiles
 
 
 def rows_of_tiles(x: Any) -> Any:
     """Codes or scales of `TiledNvfp4` in the order of `Nvfp4`."""
     *lead, rows, columns, _, width = x.shape
+    x = _gathered(x) if x.dtype == jnp.uint8 else x
     return jnp.swapaxes(x, -3, -2).reshape(*lead, rows * TILE_ROWS, columns * width)
 
 

@@ -164,6 +164,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "or.b32": np.bitwise_or,
     "mov.b32": np.copy,
     "setp.ne.s32": np.not_equal,
+    "shf.r.wrap.b32": lambda low, high, n: low >> (n & 31) | high << (32 - (n & 31)),
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _product,

@@ -18,10 +18,8 @@ E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 def values(stored) -> np.ndarray:
     """The matrices that a stored form stands for, by its definition."""
     if isinstance(stored, quant.TiledNvfp4):
-        # [..., 16 rows, 128 columns] of tiles of rows and tiles of columns
-        arrays = (np.swapaxes(np.asarray(x), -3, -2) for x in (stored.weight, stored.weight_scale))
-        codes, scales = (x.reshape(*x.shape[:-4], -1, x.shape[-2] * x.shape[-1]) for x in arrays)
-        stored = quant.Nvfp4(codes, scales, stored.weight_scale_2)
+        # `tests/weights/test_arrange.py` has the order of tiles
+        stored = stored.stored()
     if isinstance(stored, quant.Nvfp4):
         packed = np.asarray(stored.weight)
         code = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stored.shape)
@@ -102,22 +100,6 @@ def test_ids_of_a_row_of_nan_index_an_expert(implementation: str, bits: int):
     assert (np.asarray(ids) < 5).all()
     assert np.isnan(np.asarray(weights)[1]).all()
     assert np.isfinite(np.asarray(weights)[[0, 2]]).all()
-
-
-def test_the_decoder_of_many_tokens_takes_each_element_for_itself():
-    """Which four come together is the compiler's choice."""
-    from qwen4jax.pallas.moe.triton_many_products import DECODE
-    from tests.pallas import ptx
-
-    rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, 512).astype(np.uint8)
-    scales = (2.0**119 * rng.uniform(0.1, 4, 512)).astype(ml_dtypes.bfloat16)
-    kinds = [np.dtype(ml_dtypes.bfloat16)] * 2
-    decode = lambda w, s: ptx.elementwise(DECODE.value, [w, s], kinds, 4)  # noqa: E731
-    order = rng.permutation(512)
-    shuffled = decode(codes[order], scales[order])
-    for one, other in zip(decode(codes, scales), shuffled, strict=True):
-        np.testing.assert_array_equal(one[order], other)
 
 
 @over_cases(CASES, "experts", EXPERTS)

@@ -42,6 +42,25 @@ def bits(tree: Params | quant.Nvfp4) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+def codes_of(spread: jax.Array) -> np.ndarray:
+    """Packed codes [16, 64] of a tile's, pair by pair as its docstring tells."""
+    words = np.asarray(spread).view(np.uint32)
+    pairs = np.stack(
+        [
+            words << 6,
+            words << 2,
+            words >> 4 | words << 28,
+            words & ~np.uint32(0x00400040) | words >> 8 & 0x00400040,
+        ],
+        axis=-1,
+    )
+    halves = np.stack([pairs & 0xFFFF, pairs >> 16], axis=-1)
+    codes = halves >> 15 << 3 | halves >> 6 & 7
+    # [row, 16 columns, word, pair, even or odd]
+    codes = np.swapaxes(codes.reshape(16, 8, 2, 4, 2), 2, 3)
+    return (codes[..., 0] | codes[..., 1] << 4).astype(np.uint8).reshape(16, 64)
+
+
 def test_a_tile_holds_sixteen_rows_of_a_hundred_and_twenty_eight_columns():
     w = drawn((2, 3), 48, 384)
     tiles = quant.TiledNvfp4.of(w)
@@ -50,7 +69,7 @@ def test_a_tile_holds_sixteen_rows_of_a_hundred_and_twenty_eight_columns():
         rows = slice(16 * row, 16 * row + 16)
         codes = w.weight[1, 2, rows, 64 * column : 64 * column + 64]
         scales = w.weight_scale[1, 2, rows, 8 * column : 8 * column + 8]
-        np.testing.assert_array_equal(tiles.weight[1, 2, row, column], codes)
+        np.testing.assert_array_equal(codes_of(tiles.weight[1, 2, row, column]), codes)
         found = np.asarray(tiles.weight_scale[1, 2, row, column])
         np.testing.assert_array_equal(found.view(np.uint8), scales.view(np.uint8))
     assert bits(tiles.stored()) == bits(w)

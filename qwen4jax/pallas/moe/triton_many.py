@@ -101,8 +101,8 @@ def tile_rows(pairs: int, experts_: int) -> int:
 def ordered(x: jax.Array, form: str) -> jax.Array:
     """Columns of activations in the order of the decoded weights' (`triton_many_products.py`)."""
     if form == "nvfp4":
-        # t, i, h, p, odd
-        split, order = (4, 4, 2, 2, 2), (6, 3, 4, 2, 5)
+        # t, i1, second, h, i0, p
+        split, order = (4, 2, 2, 2, 2, 2), (4, 3, 6, 5, 2, 7)
     elif form == "fp8":
         # t, i, h, p
         split, order = (4, 4, 2, 2), (3, 4, 2, 5)

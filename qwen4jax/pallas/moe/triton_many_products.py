@@ -33,34 +33,31 @@ from qwen4jax.pallas.moe.triton_stored import (
 # columns to which a tile is cut at the most
 LEAST = tl.constexpr(32)
 
-# As `triton_stored`'s decoder, but each byte's codes leave in the byte's own place. Which four
-# elements of an array come together is the compiler's choice: here it hands over two columns of two
-# rows, the order of the product's operand.
-DECODE = tl.constexpr("""{
-.reg .b32 a, b, w;
-prmt.b32 w, $4, 0, 0x4140;
-shl.b32 a, w, 12;
-and.b32 a, a, 0x80008000;
-shl.b32 b, w, 6;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $0, b, $5;
-shl.b32 a, w, 8;
-and.b32 a, a, 0x80008000;
-shl.b32 b, w, 2;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $2, b, $5;
-prmt.b32 w, $4, 0, 0x4342;
-shl.b32 a, w, 12;
-and.b32 a, a, 0x80008000;
-shl.b32 b, w, 6;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $1, b, $6;
-shl.b32 a, w, 8;
-and.b32 a, a, 0x80008000;
-shl.b32 b, w, 2;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $3, b, $6;
-}""")
+# As `triton_stored`'s decoder, for a word of each of two rows. The compiler chooses which elements
+# come together: those of the product's operand, two columns of two rows, and again eight columns
+# on. `_nvfp4` hands them over in this order, which makes each register half a word of both.
+_WORD = """
+prmt.b32 w, $8, $9, {word};
+shl.b32 a, w, 6;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 ${0}, a, ${4};
+shl.b32 a, w, 2;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 ${1}, a, ${5};
+shf.r.wrap.b32 a, w, w, 4;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 ${2}, a, ${4};
+and.b32 a, w, 0x81808180;
+shr.u32 b, w, 8;
+lop3.b32 b, b, 0x00400040, a, 0xEA;
+mul.rn.bf16x2 ${3}, b, ${5};
+"""
+DECODE = tl.constexpr(
+    "{\n.reg .b32 a, b, w;"
+    + _WORD.format(0, 2, 4, 6, 10, 12, word="0x5410")
+    + _WORD.format(1, 3, 5, 7, 11, 13, word="0x7632")
+    + "}"
+)
 
 
 @triton.jit
@@ -94,22 +91,29 @@ def _in_rows(w, W: tl.constexpr):
 
 
 @triton.jit
+def _operand(w, W: tl.constexpr):
+    """(warp, row, t, i1, i0, h, half, p) as rows (warp, half, row), columns (i, h, t, p)."""
+    return tl.reshape(tl.permute(w, (0, 6, 1, 3, 4, 5, 2, 7)), (16 * W, 64))
+
+
+@triton.jit
 def _nvfp4(w, s, W: tl.constexpr):
     """Codes [16 W, 64] and scales [16 W, 8], lines (half, warp, 8), as two of [16 W, 64] bfloat16.
 
-    The even columns and the odd ones: joined, XLA's Triton took one for the other.
+    The first eight columns of each 16, and the others: joined, XLA's Triton took one for the other.
     """
-    w = tl.reshape(w, (2, W, 8, 4, 2, 8))
-    s = tl.reshape((s.to(tl.float32) * SCALE_UP).to(tl.bfloat16), (2, W, 8, 4, 2, 1))
-    even, odd = tl.inline_asm_elementwise(
+    w = tl.permute(tl.reshape(w, (2, W, 8, 4, 2, 2, 2, 2)), (1, 2, 3, 4, 5, 6, 0, 7))
+    s = tl.reshape((s.to(tl.float32) * SCALE_UP).to(tl.bfloat16), (2, W, 8, 4, 2, 1, 1, 1))
+    s = tl.broadcast_to(tl.permute(s, (1, 2, 3, 4, 5, 6, 0, 7)), (W, 8, 4, 2, 2, 2, 2, 2))
+    first, second = tl.inline_asm_elementwise(
         DECODE,
-        "=r,=r,=r,=r,r,r,r",
-        [w, tl.broadcast_to(s, (2, W, 8, 4, 2, 8))],
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
+        [w, s],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=4,
+        pack=8,
     )
-    return _in_rows(even, W), _in_rows(odd, W)
+    return _operand(first, W), _operand(second, W)
 
 
 @triton.jit
@@ -122,9 +126,9 @@ def _fp8(w, s, W: tl.constexpr):
 def _product(w, s, x, y, acc, FORM: tl.constexpr, W: tl.constexpr):
     """`acc` and a step's product with activations x, of NVFP4 x and y; then 2**-7 of it."""
     if FORM == NVFP4:
-        even, odd = _nvfp4(w, s, W)
-        acc = tl.dot(even, x, acc)
-        acc = tl.dot(odd, y, acc)
+        first, second = _nvfp4(w, s, W)
+        acc = tl.dot(first, x, acc)
+        acc = tl.dot(second, y, acc)
     elif FORM == FP8:
         acc = tl.dot(_fp8(w, s, W), x, acc)
     else:
@@ -180,12 +184,12 @@ def _two_blocks(
         if FORM == FP8:
             s1 = tl.load(first_scale + i * C // 128)
             s2 = tl.load(second_scale + i * C // 128)
-        even = tl.trans(tl.load(xs + i * C))
-        odd = even
+        x1 = tl.trans(tl.load(xs + i * C))
+        x2 = x1
         if C == TILE_COLUMNS:
-            odd = tl.trans(tl.load(xs + i * C + 64))
-        a = _product(w1, s1, even, odd, a, FORM, W)
-        b = _product(w2, s2, even, odd, b, FORM, W)
+            x2 = tl.trans(tl.load(xs + i * C + 64))
+        a = _product(w1, s1, x1, x2, a, FORM, W)
+        b = _product(w2, s2, x1, x2, b, FORM, W)
         if FORM != BF16:
             # A product whose operand is in registers is cut in two by Triton; left in flight till
             # the end of the loop's body, its first half is copied, and ptxas then waits for each
@@ -201,8 +205,8 @@ def _columns_in_order(h, row, FORM: tl.constexpr, ROWS: tl.constexpr, W: tl.cons
     c = tl.arange(0, 16 * W)
     at = row + c
     if FORM == NVFP4:
-        # (t, i, h, p, odd) of a chunk of 128, or of a half of one, as (odd, i, h, t, p)
-        h = tl.permute(tl.reshape(h, (ROWS, W // 2, 4, 2, 2, 2)), (0, 5, 2, 3, 1, 4))
+        # (t, i1, second, h, i0, p) of a chunk of 128, or of a half of one, as (second, i, h, t, p)
+        h = tl.permute(tl.reshape(h, (ROWS, W // 2, 2, 2, 2, 2, 2)), (0, 3, 2, 5, 4, 1, 6))
         at = row // 128 * 128 + row % 128 // 16 + c // W * 8 + c % W
     if FORM == FP8:
         # (t, i, h, p) of chunks of 64 as (i, h, t, p)

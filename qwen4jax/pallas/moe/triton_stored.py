@@ -16,34 +16,28 @@ scale groups, so that two bytes of scales serve its 32 values.
 import triton
 import triton.language as tl
 
-# A code's bits s|ee|m moved to bit 15 and bits 8..6 of a bfloat16 are its value times 2**-126 (a
-# bfloat16 subnormal where ee is 0: exact). Scales are handed in times 2**119, which keeps every
-# product of code and scale (6 significant bits) a normal bfloat16, 2**-7 times its value.
+# A code's sign in bit 15 and magnitude in bits 8..6 of a bfloat16 are its value times 2**-126 (a
+# bfloat16 subnormal where the exponent's bits are 0: exact). Scales are handed in times 2**119,
+# which keeps every product of code and scale (6 significant bits) a normal bfloat16, 2**-7 times
+# its value.
 SCALE_UP = tl.constexpr(2.0**119)
 PRODUCT_UP = tl.constexpr(2.0**7)
 
-# 4 bytes hold 8 codes; the codes at the same place of the two halves make one pair. Pairs leave as
-# bytes 0, 2, 1, 3.
+# A word of `quant.TiledNvfp4` holds 8 codes, and leaves as 4 pairs of neighbours in their order.
 _DECODE = tl.constexpr("""{
 .reg .b32 a, b;
-shl.b32 a, $4, 12;
-and.b32 a, a, 0x80008000;
-shl.b32 b, $4, 6;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $0, b, $5;
-shl.b32 a, $4, 4;
-and.b32 a, a, 0x80008000;
-shr.u32 b, $4, 2;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $1, b, $6;
-shl.b32 a, $4, 8;
-and.b32 a, a, 0x80008000;
-shl.b32 b, $4, 2;
-lop3.b32 b, b, 0x01C001C0, a, 0xEA;
-mul.rn.bf16x2 $2, b, $5;
-shr.u32 b, $4, 6;
-and.b32 b, b, 0x01C001C0;
-lop3.b32 b, $4, 0x80008000, b, 0xEA;
+shl.b32 a, $4, 6;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $0, a, $5;
+shl.b32 a, $4, 2;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $1, a, $6;
+shf.r.wrap.b32 a, $4, $4, 4;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $2, a, $5;
+and.b32 a, $4, 0x81808180;
+shr.u32 b, $4, 8;
+lop3.b32 b, b, 0x00400040, a, 0xEA;
 mul.rn.bf16x2 $3, b, $6;
 }""")
 
@@ -160,7 +154,7 @@ def load_chunk(
     weights = tl.load(w + FIRST * (16 * L if C == TILE_COLUMNS else L))
     if FORM == NVFP4:
         # 8 rows down are 64 scales away
-        scales = tl.join(tl.load(s + FIRST * 128), tl.load(s + FIRST * 128 + 64))
+        scales = tl.load(s + FIRST * 128), tl.load(s + FIRST * 128 + 64)
     elif FORM == FP8:
         if SPLIT:
             scales = tl.load(s + (FIRST + tl.arange(0, W)) * C // 128)[:, None, None]
@@ -187,29 +181,27 @@ def arranged(x, W: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, there, COLUMNS: tl.constexpr, W: tl.constexpr):
+def load_tokens(x, COLUMNS: tl.constexpr, W: tl.constexpr):
     """A chunk of 8 tokens in the order of the weights: a tuple of one or two [W, K, 8].
 
     Args:
         x: pointers [8 W, (t, 8)] (warp and token first) to the first 8 of lane t's columns.
-        there: [8 W, 1], whether there is such a token.
         COLUMNS: of a chunk, which tells the stored forms apart.
         W: warps.
     """
     if COLUMNS == 32:
-        chunk = (arranged(tl.load(x, there, 0.0), W),)
+        chunk = (arranged(tl.load(x), W),)
     elif COLUMNS == 64:
         # [W, token, t, (i0, b), i1]
-        ab = tl.join(tl.load(x, there, 0.0), tl.load(x + 8, there, 0.0))
+        ab = tl.join(tl.load(x), tl.load(x + 8))
         x4 = tl.permute(tl.reshape(ab, (W, 8, 4, 2, 4, 2)), (0, 5, 3, 2, 4, 1))
         chunk = (tl.reshape(x4, (W, 64, 8)),)
     else:
-        ab = tl.join(tl.load(x, there, 0.0), tl.load(x + 8, there, 0.0))
-        cd = tl.join(tl.load(x + 16, there, 0.0), tl.load(x + 24, there, 0.0))
-        # [W, token, t, (b1, b0, odd), i0, i1]
+        ab = tl.join(tl.load(x), tl.load(x + 8))
+        cd = tl.join(tl.load(x + 16), tl.load(x + 24))
+        # [W, token, t, (h, i0, p), half of the word, i1]: `_fragment`'s i is (i1, i0), b is (h, p)
         x8 = tl.reshape(tl.join(ab, cd), (W, 8, 4, 2, 2, 2, 2, 2))
-        # bytes in the order of the decoder: b0 before b1
-        x8 = tl.permute(x8, (0, 7, 6, 2, 4, 3, 1, 5))
+        x8 = tl.permute(x8, (0, 7, 4, 2, 3, 5, 1, 6))
         chunk = tl.split(tl.reshape(x8, (W, 64, 8, 2)))
     return chunk
 
@@ -227,7 +219,7 @@ def product(w, s, x, acc, FORM: tl.constexpr, W: tl.constexpr):
 
     Args:
         w: stored weights [16 W, chunk] of `load_chunk`.
-        s: NVFP4: e4m3 scales [8 W, 8, 2]; FP8: the scale of each warp's block.
+        s: NVFP4: e4m3 scales, two of [8 W, 8]; FP8: the scale of each warp's block.
         x: of `load_tokens`.
         acc: float32 [W, 16, 8].
         FORM: `NVFP4`, `FP8`, or another for bfloat16.
@@ -247,12 +239,18 @@ def product(w, s, x, acc, FORM: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _scale(s):
+    return (s.to(tl.float32) * SCALE_UP).to(tl.bfloat16)
+
+
+@triton.jit
 def _nvfp4_product(w, s, x, acc, W: tl.constexpr):
     w = tl.reshape(w, (2, W, 8, 4, 2, 8))
-    s = (s.to(tl.float32) * SCALE_UP).to(tl.bfloat16)
+    # by themselves: joined first, bytes would be picked one by one
+    s = tl.join(_scale(s[0]), _scale(s[1]))
     s = tl.permute(tl.reshape(s, (W, 8, 4, 2, 2)), (4, 0, 1, 2, 3))
     s = tl.broadcast_to(tl.reshape(s, (2, W, 8, 4, 2, 1)), (2, W, 8, 4, 2, 8))
-    e, o = tl.inline_asm_elementwise(
+    first, second = tl.inline_asm_elementwise(
         _DECODE,
         "=r,=r,=r,=r,r,r,r",
         [w, s],
@@ -260,5 +258,5 @@ def _nvfp4_product(w, s, x, acc, W: tl.constexpr):
         is_pure=True,
         pack=4,
     )
-    acc = tl.dot(_fragment(e, W), x[0], acc)
-    return tl.dot(_fragment(o, W), x[1], acc)
+    acc = tl.dot(_fragment(first, W), x[0], acc)
+    return tl.dot(_fragment(second, W), x[1], acc)
