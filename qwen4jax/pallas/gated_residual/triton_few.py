@@ -32,10 +32,8 @@ from qwen4jax.pallas.triton_call import triton_call
 
 # columns of the sums beside the low-rank ones: room for the injection weights' logits
 EXTRA = 16
-# slices of a stream, warps and tiles of 16 outputs of a `down` program
-PARTS = 1
-WARPS = 16
-TALL = 1
+# of a `down` program (16 were 0.85 us slower at 4 rows)
+WARPS = 8
 # of an `up` program, which has 16 rows of `up` for each
 UP_WARPS = 4
 
@@ -47,11 +45,11 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
     flat = streams.reshape(rows, count * hidden)
     # what a kernel has no use for is another array's pointer
     weights, y = (norm, flat) if pending is None else pending
-    sizes = dict(T=rows, R=count, D=hidden, L=rank, PARTS=PARTS)
+    sizes = dict(T=rows, R=count, D=hidden, L=rank)
     # chunks of 32 columns go round the warps of a `down` program
-    chunks = hidden // (32 * PARTS)
+    chunks = hidden // 32
     warps = min(WARPS, chunks & -chunks)
-    tiles = rank // (16 * TALL) + (inject is not None)
+    tiles = rank // 16 + (inject is not None)
     shape = jax.ShapeDtypeStruct
     new, parts, squares = triton_call(
         flat,
@@ -65,14 +63,13 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         name=f"gated_residual_down_{rows}x{count}x{hidden}",
         out=(
             shape(flat.shape if pending is not None else (1, 1), flat.dtype),
-            shape((count * PARTS, rows, rank + EXTRA), jnp.float32),
-            shape((count * PARTS, rows), jnp.float32),
+            shape((count, rows, rank + EXTRA), jnp.float32),
+            shape((count, rows), jnp.float32),
         ),
-        grid=(count * PARTS, tiles),
+        grid=(count, tiles),
         num_warps=warps,
         PENDING=pending is not None,
         TILES=tiles,
-        TALL=TALL,
         W=warps,
         **sizes,
     )
@@ -122,13 +119,11 @@ def down_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    PARTS: tl.constexpr,
     PENDING: tl.constexpr,
     TILES: tl.constexpr,
-    TALL: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Sums of 16 TALL outputs over a slice of a stream: grid (R PARTS, TILES).
+    """Sums of 16 outputs over a stream: grid (R, TILES).
 
     Args:
         streams: [T, R D].
@@ -139,32 +134,26 @@ def down_kernel(
         inject: projection to the injection weights [R, R D].
         up: what the next launch reads [R D, L].
         new: streams with `y` in them [T, R D].
-        parts: sums without the norm's factors [R PARTS, T, L + 16].
-        squares: sums of the streams' squares [R PARTS, T].
+        parts: sums without the norm's factors [R, T, L + 16].
+        squares: sums of the streams' squares [R, T].
         T: rows, up to 8.
         R: streams.
         D: channels of a stream.
         L: rank.
-        PARTS: slices of a stream.
         PENDING: whether there is `y`.
-        TILES: L / (16 TALL), and one for the injection weights.
-        TALL: 1 or 2.
+        TILES: L / 16, and one for the injection weights.
         W: warps.
     """
-    part, tile = tl.program_id(0), tl.program_id(1)
-    STEPS: tl.constexpr = D // (32 * PARTS * W)
-    stream = part // PARTS
-    columns = part * (D // PARTS)
-    own = part % PARTS * (D // PARTS)
+    stream, tile = tl.program_id(0), tl.program_id(1)
+    STEPS: tl.constexpr = D // (32 * W)
+    columns = stream * D
     warp, row = _lines(W)
-    if tile < L // (16 * TALL):
-        matrix = down + tile * (16 * TALL * R * D)
-        below = 16 * R * D
+    if tile < L // 16:
+        matrix = down + tile * (16 * R * D)
     else:
         # rows past the last are the last: what comes of them is not stored
         matrix = inject
         row = tl.minimum(row, R - 1)
-        below = 0
     chunk = tl.arange(0, 32)
     w = matrix + columns + (row * (R * D) + warp * 32)[:, None] + chunk[None, :]
     line = tl.arange(0, 8 * W)
@@ -172,15 +161,14 @@ def down_kernel(
     channel = line // 8 * 32
     live = (token < T)[:, None]
     s = streams + columns + (token * (R * D) + channel)[:, None] + chunk[None, :]
-    more = y + own + (token * D + channel)[:, None] + chunk[None, :]
+    more = y + (token * D + channel)[:, None] + chunk[None, :]
     gains = norm + columns + channel[:, None] + chunk[None, :]
     scale = 0.0
     if PENDING:
         scale = tl.load(weights + token * R + stream, token < T, 0.0)[:, None]
     tiles, values, extra, gain = (), (), (), ()
     for i in tl.static_range(STEPS):
-        for j in tl.static_range(TALL):
-            tiles = tiles + (tl.load(w + i * (32 * W) + j * below),)  # noqa: RUF005
+        tiles = tiles + (tl.load(w + i * (32 * W)),)  # noqa: RUF005
     for i in tl.static_range(STEPS):
         values = values + (tl.load(s + i * (32 * W), live, 0.0),)  # noqa: RUF005
         gain = gain + (tl.load(gains + i * (32 * W)),)  # noqa: RUF005
@@ -203,28 +191,21 @@ def down_kernel(
             exact = updated[i].to(tl.float32)
             square += exact * exact
         each = tl.sum(tl.reshape(tl.sum(square, axis=1), (W, 8)), axis=0)
-        tl.store(squares + part * T + tl.arange(0, 8), each, tl.arange(0, 8) < T)
+        tl.store(squares + stream * T + tl.arange(0, 8), each, tl.arange(0, 8) < T)
     even, odd = tl.zeros((W, 16, 8), tl.float32), tl.zeros((W, 16, 8), tl.float32)
     for i in tl.static_range(STEPS):
         operand = (arranged(gained(updated[i], gain[i]), W),)
-        for j in tl.static_range(TALL):
-            # chains of products wait for themselves: two of half the length where there is one tile
-            if (i * TALL + j) % 2:
-                odd = product(tiles[i * TALL + j], 1.0, operand, odd, BF16, W)
-            else:
-                even = product(tiles[i * TALL + j], 1.0, operand, even, BF16, W)
-    ask(up, tile * (R * PARTS) + part, R * PARTS * TILES, L * R * D)
-    rows = tl.arange(0, 8)
-    first = parts + part * T * (L + 16) + tile * (16 * TALL)
-    if TALL == 2:
-        total = tl.sum(tl.join(even, odd), axis=0)
-        output = tl.arange(0, 16)[:, None, None] + tl.arange(0, 2)[None, None, :] * 16
-        token = tl.arange(0, 8)[None, :, None]
-    else:
-        total = tl.sum(tl.sum(tl.join(even, odd), axis=3), axis=0)
-        output = tl.arange(0, 16)[:, None]
-        token = rows[None, :]
-    there = (token < T) & (tile * (16 * TALL) + output < L + R)
+        # a chain of products waits for itself: two of half the length
+        if i % 2:
+            odd = product(tiles[i], 1.0, operand, odd, BF16, W)
+        else:
+            even = product(tiles[i], 1.0, operand, even, BF16, W)
+    ask(up, tile * R + stream, R * TILES, L * R * D)
+    first = parts + stream * T * (L + 16) + tile * 16
+    total = tl.sum(tl.sum(tl.join(even, odd), axis=3), axis=0)
+    output = tl.arange(0, 16)[:, None]
+    token = tl.arange(0, 8)[None, :]
+    there = (token < T) & (tile * 16 + output < L + R)
     tl.store(first + token * (L + 16) + output, total, there)
 
 
@@ -240,26 +221,21 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _squares(squares, token, T: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
+def _squares(squares, token, T: tl.constexpr, R: tl.constexpr):
     """Sums of squares of each stream, for the tokens given; 0 past T."""
     loaded = ()
     for stream in tl.static_range(R):
-        square = tl.load(squares + stream * PARTS * T + token, token < T, 0.0)
-        for part in tl.static_range(1, PARTS):
-            square += tl.load(squares + (stream * PARTS + part) * T + token, token < T, 0.0)
+        square = tl.load(squares + stream * T + token, token < T, 0.0)
         loaded = loaded + (square,)  # noqa: RUF005
     return loaded
 
 
 @triton.jit
-def _mean(loaded, squares, FIRST: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, D, EPS):
-    """Products with the normed streams over their number, of sums of slices from FIRST on."""
+def _mean(loaded, squares, FIRST: tl.constexpr, R: tl.constexpr, D, EPS):
+    """Products with the normed streams over their number, of streams' sums from FIRST on."""
     even, odd = tl.zeros_like(loaded[FIRST]), tl.zeros_like(loaded[FIRST])
     for stream in tl.static_range(R):
-        own = loaded[FIRST + stream * PARTS]
-        for part in tl.static_range(1, PARTS):
-            own += loaded[FIRST + stream * PARTS + part]
-        own *= tl.rsqrt(squares[stream] / D + EPS)
+        own = loaded[FIRST + stream] * tl.rsqrt(squares[stream] / D + EPS)
         if stream % 2:
             odd += own
         else:
@@ -281,7 +257,6 @@ def up_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    PARTS: tl.constexpr,
     EPS: tl.constexpr,
     W: tl.constexpr,
 ):
@@ -299,14 +274,13 @@ def up_kernel(
         R: streams, 4.
         D: channels of a stream.
         L: rank.
-        PARTS: slices of a stream.
         EPS: of the norm.
         W: warps, which take chunks of 32 columns in turn.
     """
     if tl.program_id(0) < D // (W * 16 // R):
-        _gated_mean(streams, norm, up, parts, squares, x, T, R, D, L, PARTS, EPS, W)
+        _gated_mean(streams, norm, up, parts, squares, x, T, R, D, L, EPS, W)
     else:
-        _store_wanted(parts, squares, wanted, T, R, D, L, PARTS, EPS)
+        _store_wanted(parts, squares, wanted, T, R, D, L, EPS)
 
 
 @triton.jit
@@ -321,7 +295,6 @@ def _gated_mean(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    PARTS: tl.constexpr,
     EPS: tl.constexpr,
     W: tl.constexpr,
 ):
@@ -347,20 +320,18 @@ def _gated_mean(
     low, high = (), ()
     for i in tl.static_range(STEPS):
         there = ((token < T) & ((line // 8 + i * W) * 32 < L))[:, None]
-        for part in tl.static_range(R * PARTS):
-            at = place + (part * T * (L + 16) + i * 32 * W)
+        for stream in tl.static_range(R):
+            at = place + (stream * T * (L + 16) + i * 32 * W)
             low = low + (tl.load(at, there, 0.0),)  # noqa: RUF005
             high = high + (tl.load(at + 4, there, 0.0),)  # noqa: RUF005
-    square = _squares(squares, token[:, None], T, R, PARTS)
+    square = _squares(squares, token[:, None], T, R)
     # [W, 16, 8]: what the gates are for
     inner = tl.arange(0, 16)[None, :, None]
     channel = first + tl.arange(0, W)[:, None, None] * EACH + inner % EACH
     row = tl.arange(0, 8)[None, None, :]
     value = tl.load(streams + row * (R * D) + inner // EACH * D + channel, row < T, 0.0)
     gain = tl.load(norm + inner // EACH * D + channel)
-    of_value = tl.zeros((1, 16, 8), tl.float32)
-    for part in tl.static_range(PARTS):
-        of_value += tl.load(squares + (inner // EACH * PARTS + part) * T + row, row < T, 0.0)
+    of_value = tl.load(squares + inner // EACH * T + row, row < T, 0.0)
     # Loads stay above the barrier and products below the branch, which is always taken. Otherwise
     # the assembler saves registers, and waits for memory more than once.
     tl.debug_barrier()
@@ -370,8 +341,8 @@ def _gated_mean(
         total = tl.zeros((W, 16, 8), tl.float32)
         for i in tl.static_range(STEPS):
             z = tl.join(
-                _mean(low, square, i * R * PARTS, R, PARTS, D, EPS),
-                _mean(high, square, i * R * PARTS, R, PARTS, D, EPS),
+                _mean(low, square, i * R, R, D, EPS),
+                _mean(high, square, i * R, R, D, EPS),
             )
             # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
             z = tl.reshape((z * _sigmoid(z)).to(tl.bfloat16), (W, 8, 4, 2, 2, 2))
@@ -397,14 +368,13 @@ def _store_wanted(
     R: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    PARTS: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """The injection weights of all rows."""
     row, own = tl.arange(0, 8)[:, None], tl.arange(0, R)[None, :]
     loaded = ()
-    for part in tl.static_range(R * PARTS):
-        place = parts + (part * T + row) * (L + 16) + L + own
+    for stream in tl.static_range(R):
+        place = parts + (stream * T + row) * (L + 16) + L + own
         loaded = loaded + (tl.load(place, row < T, 0.0),)  # noqa: RUF005
-    logits = _mean(loaded, _squares(squares, row, T, R, PARTS), 0, R, PARTS, D, EPS)
+    logits = _mean(loaded, _squares(squares, row, T, R), 0, R, D, EPS)
     tl.store(wanted + row * R + own, 2.0 * _sigmoid(logits), row < T)
