@@ -8,17 +8,17 @@ no loop carries loads, and weights go straight from memory to the tensor cores' 
 (`moe/triton_stored.py` says how), without shared memory. And `down` has the cache get the weights
 of `up`, so that memory does not rest between the launches.
 
-`down` multiplies some outputs by a slice of a stream. It adds the pending output to the streams,
+`down` multiplies 16 outputs by a stream. It adds the pending output to the streams,
 rounds them, and multiplies without the norm's factor, which is one number for each row and stream,
-and so applies to sums. All programs of a slice do so with the same streams: what an element costs
+and so applies to sums. All programs of a stream do so alike: what an element costs
 there is what the launch costs, hence the packed arithmetic. The last tile of outputs has the fewest
 weights (the injection weights' few): it stores the streams and the sums of their squares.
 
 `up` owns some channels of all streams. Its warps split the rank, so that a lane makes just those
 low-rank values that it multiplies, and nothing is handed around before the sums. Every program adds
-up the sums of all slices itself: one that did that for all would cost another latency.
+up the sums of all streams itself: one that did that for all would cost another latency.
 
-Order of sums: chunks of a warp, warps, slices, streams. No atomics.
+Order of sums: chunks of a warp, warps, streams. No atomics.
 """
 
 import jax
