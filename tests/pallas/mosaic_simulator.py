@@ -56,8 +56,8 @@ def _noting(copy: Callable[..., None], at: int) -> Callable[..., None]:
         transforms = getattr(refs[at], "transforms", ())
         last = [t.indices[-1] for t in transforms if isinstance(t, indexing.NDIndexer)]
         for part in last:
-            if isinstance(part, indexing.Slice):
-                start = part.start * refs[at].dtype.itemsize
+            if (start := getattr(part, "start", None)) is not None:
+                start = start * refs[at].dtype.itemsize
                 jax.debug.callback(lambda start: _STARTS.add(int(start)), start)
         copy(*refs, **more)
 

@@ -6,7 +6,7 @@ tokens of 4 queries with 2 kv heads are 16.8 MB, 3.9 us at 4.3 TB/s, those of 12
 node; what finds the pages before it and adds its parts up after it are fusions of XLA.
 
 There is no gather by a vector of places on Hopper. One warpgroup reads them one by one and asks for
-four tokens with one copy where they lie side by side, as the four of a selected block do, else for
+four tokens with one copy where they lie side by side, as those of a selected block do, else for
 each alone. TMA can not put four rows into a tile of wgmma, which has eight, so they come as they
 are in memory, and the other warpgroup puts them into tiles, with zeros in place of what no token
 is, which may be NaN: a weight of zero would not silence it.
@@ -137,18 +137,20 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
                         others = found[w * _BLOCK : (w + 1) * _BLOCK]
                         pairs = zip(others, mine, strict=True)
                         mine = [jnp.where(warp == w, other, own) for other, own in pairs]
-                    aside = mine[0] >= 0
+                    place = jnp.maximum(mine[0], 0)
+                    # what stands for no token is not kept, but it is in the pool
+                    aside = place <= keys.shape[0] - _BLOCK
                     for token in range(1, _BLOCK):
-                        aside = aside & (mine[token] == mine[0] + token)
+                        missing = mine[token] < 0
+                        aside = aside & (missing | (mine[token] == place + token))
 
                     def together():
-                        copy(mine[0], to, _BLOCK)
+                        copy(place, to, _BLOCK)
                         # for the copies that are not needed
                         for _ in range(2 * (_BLOCK - 1)):
                             plgpu.barrier_arrive(full.at[slot])
 
                     def alone():
-                        # of no token some other, which is not kept
                         for token in range(_BLOCK):
                             copy(jnp.maximum(mine[token], 0), to + token, 1)
 
