@@ -1,5 +1,7 @@
 """Runs Pallas Mosaic GPU kernels on a CPU, in the simulator of jax, which finds races.
 
+What the simulator does not know is checked here: a copy of TMA starts on a boundary of 16 bytes.
+
 with simulated():
     step(..., implementation="mosaic_hopper")
 
@@ -9,12 +11,13 @@ in one launch, are launched here one after the other.
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import jax
 from jax import lax
+from jax._src.state import indexing
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,20 +25,43 @@ from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_residual import mosaic_hopper, mosaic_stages
 from qwen4jax.pallas.gated_residual.mosaic_sizes import Sizes
 
+# bytes of their rows at which copies between memories start
+_STARTS: set[int] = set()
+
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Within it kernels of a Hopper GPU run here; a race is an error when it ends."""
     printed = io.StringIO()
+    _STARTS.clear()
     with (
         registry.using(device="NVIDIA H200"),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         mock.patch.object(mosaic_hopper, "stages_of", _one_after_the_other),
+        mock.patch.object(plgpu, "copy_gmem_to_smem", _noting(plgpu.copy_gmem_to_smem, 0)),
+        mock.patch.object(plgpu, "copy_smem_to_gmem", _noting(plgpu.copy_smem_to_gmem, 1)),
         contextlib.redirect_stdout(printed),
     ):
         yield
         jax.effects_barrier()
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
+    # a GPU calls it an illegal instruction
+    assert not any(start % 16 for start in _STARTS), f"copies from bytes {sorted(_STARTS)}"
+
+
+def _noting(copy: Callable[..., None], at: int) -> Callable[..., None]:
+    """The copy, after which `_STARTS` has the byte in its row where argument `at` starts."""
+
+    def run(*refs: Any, **more: Any) -> None:
+        transforms = getattr(refs[at], "transforms", ())
+        last = [t.indices[-1] for t in transforms if isinstance(t, indexing.NDIndexer)]
+        for part in last:
+            if (start := getattr(part, "start", None)) is not None:
+                start = start * refs[at].dtype.itemsize
+                jax.debug.callback(lambda start: _STARTS.add(int(start)), start)
+        copy(*refs, **more)
+
+    return run
 
 
 def _one_after_the_other(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def test_stages_are_reused_over_tiles_of_tokens(monkeypatch):
     monkeypatch.setattr(attention, "_CTAS", 1)
     rng, blocks = np.random.default_rng(0), 48
     first = rng.permutation(60)[:blocks] * 4
-    slots = np.append((first[:, None] + np.arange(4)).reshape(-1), [240, -1, -1])
+    slots = (first[:, None] + np.arange(4)).reshape(-1)
+    # the first token alone, and at last one of an open block
+    slots = np.concatenate([[-1, 0, -1, -1], slots, [240, -1, -1]])
     inputs: dict[str, Any] = dict(
         query=normal(rng, (1, 1, 5, 64), BF16, 4.0),
         gate=normal(rng, (1, 1, 5, 64), BF16),

@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE = 64  # keys: the rows of one warpgroup's product
 _COLUMNS = 128  # of the product, at most: heads times queries
-_STAGES = 4  # tiles under way
-_CTAS = 264  # that share the work: two for each multiprocessor
+_STAGES = 3  # tiles under way
+_CTAS = 396  # that share the work: three for each multiprocessor
 _KEYS = plgpu.Layout.WGMMA
 # [queries, 64] where a warp holds two rows, and a lane one column of each half of them
 _LINES = plgpu.Layout.TILED(
@@ -56,6 +56,8 @@ def _scores(query, index_key, page_table, complete):
     kernel = _kernel(
         (rows, places, heads, channels), page_table.shape[1], index_key.shape, together
     )
+    # TMA reads from boundaries of 16 bytes only, else it is an illegal instruction
+    complete = jnp.pad(complete, ((0, 0), (0, -places % 4)))
     scores = kernel(query, index_key, page_table, complete.reshape(-1))
     return scores[:, :places, : page_table.shape[1] * index_key.shape[1]]
 
@@ -63,6 +65,7 @@ def _scores(query, index_key, page_table, complete):
 def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together: int) -> Any:
     """Takes queries, keys, pages and the limits of all queries in a row; gives the scores.
 
+    A request's limits are in fours.
     There are more than asked for where TMA takes eights of queries and lines of 32 blocks.
     """
     rows, places, heads, channels = sizes
@@ -73,6 +76,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
     tiles, parts = -(-width // TILE), -(-places // together)
     lanes = min(tiles, max(1, _CTAS // (parts * rows)))
     tall = places if places <= 8 else -(-places // 8) * 8
+    pitch = -(-places // 4) * 4
 
     def load(lane, row, keys, table, keys_read, mine, full, empty):
         def of_tile(i):
@@ -137,7 +141,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
         @pl.when(role == 1)
         def _():
             # of the next request too where this one has fewer queries
-            source = complete.at[pl.ds(row * places + first, together)]
+            source = complete.at[pl.ds(row * pitch + first, together)]
             plgpu.copy_gmem_to_smem(source, limits, given)
             for head in range(heads):
                 source = query.at[row, pl.ds(first, together), head]
@@ -145,9 +149,9 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
                 plgpu.copy_gmem_to_smem(source, target, given)
 
         # read apart, so that the first keys need not wait for the queries
-        most = complete[row * places + first]
+        most = complete[row * pitch + first]
         for i in range(1, min(together, places)):
-            most = jnp.maximum(most, complete[row * places + jnp.minimum(first + i, places - 1)])
+            most = jnp.maximum(most, complete[row * pitch + jnp.minimum(first + i, places - 1)])
         seen = jnp.minimum((most + TILE - 1) // TILE, tiles)
         # tiles of this CTA, and those of them of which something is seen
         mine = (tiles - lane + lanes - 1) // lanes

@@ -6,7 +6,7 @@ tokens of 4 queries with 2 kv heads are 16.8 MB, 3.9 us at 4.3 TB/s, those of 12
 node; what finds the pages before it and adds its parts up after it are fusions of XLA.
 
 There is no gather by a vector of places on Hopper. One warpgroup reads them one by one and asks for
-four tokens with one copy where they lie side by side, as the four of a selected block do, else for
+four tokens with one copy where they lie side by side, as those of a selected block do, else for
 each alone. TMA can not put four rows into a tile of wgmma, which has eight, so they come as they
 are in memory, and the other warpgroup puts them into tiles, with zeros in place of what no token
 is, which may be NaN: a weight of zero would not silence it.
@@ -65,6 +65,8 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
     if page_table is not None:
         slots = physical(page_table, slots, key.shape[1])
     attend = _kernel((queries, heads, channels), kv_heads, slots.shape[-1], key.dtype)
+    # TMA reads from boundaries of 16 bytes only, else it is an illegal instruction
+    slots = jnp.pad(slots, [(0, 0), (0, 0), (0, -slots.shape[-1] % TILE)], constant_values=-1)
     parts, logs = attend(
         query.reshape(queries, kv_heads, -1, channels),
         key.reshape(-1, kv_heads, channels),
@@ -93,6 +95,7 @@ def _merge(parts, logs):
 def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> Any:
     """Takes queries, keys, values, places of all queries in a row; gives values and weights.
 
+    The places of a query are `width`, then -1 to a whole tile.
     Both are of each part of each pair of query and kv head, [pairs, parts, 16 heads, channels].
     """
     tiles = -(-width // TILE)
@@ -134,18 +137,20 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
                         others = found[w * _BLOCK : (w + 1) * _BLOCK]
                         pairs = zip(others, mine, strict=True)
                         mine = [jnp.where(warp == w, other, own) for other, own in pairs]
-                    aside = mine[0] >= 0
+                    place = jnp.maximum(mine[0], 0)
+                    # what stands for no token is not kept, but it is in the pool
+                    aside = place <= keys.shape[0] - _BLOCK
                     for token in range(1, _BLOCK):
-                        aside = aside & (mine[token] == mine[0] + token)
+                        missing = mine[token] < 0
+                        aside = aside & (missing | (mine[token] == place + token))
 
                     def together():
-                        copy(mine[0], to, _BLOCK)
+                        copy(place, to, _BLOCK)
                         # for the copies that are not needed
                         for _ in range(2 * (_BLOCK - 1)):
                             plgpu.barrier_arrive(full.at[slot])
 
                     def alone():
-                        # of no token some other, which is not kept
                         for token in range(_BLOCK):
                             copy(jnp.maximum(mine[token], 0), to + token, 1)
 
@@ -181,23 +186,20 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
     def over_rows(vector):
         return lax.broadcast_in_dim(vector, (TILE, HEADS), (1,))
 
-    def selected(slots, first, layout, shape):
+    def selected(slots, layout, shape):
         """Which tokens of a tile there are, for each of the other numbers of their rows."""
         slot = plgpu.load(slots, layout=layout.reduce(1), optimized=False)
-        number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        # beyond the last are those of the next query
-        return (lax.broadcast_in_dim(slot, shape, (0,)) >= 0) & (number < width - first)
+        return lax.broadcast_in_dim(slot, shape, (0,)) >= 0
 
-    def add(i, carry, first, mine, scratch):
+    def add(i, carry, mine, scratch):
         """A tile's share in the softmax: its maximum, its sum by row, the weighted values."""
         top, total, outs = carry
         slot = lax.rem(i, stages)
         tile, weights = scratch["tile"], scratch["weights"]
         slots = scratch["slots"].at[pl.ds(i * TILE, TILE)]
-        first = (first + i) * TILE
         plgpu.barrier_wait(scratch["full"].at[slot])
         to_tiles(scratch["keys"].at[slot], tile.at[0], None)
-        there = selected(slots, first, _COPIED, (TILE, channels))
+        there = selected(slots, _COPIED, (TILE, channels))
         to_tiles(scratch["values"].at[slot], tile.at[1], there)
         plgpu.commit_smem()
 
@@ -206,7 +208,7 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
             plgpu.barrier_arrive(scratch["empty"].at[slot])
 
         (score,) = products(HEADS, (tile.at[0], scratch["queries"].T))
-        there = selected(slots, first, _PRODUCT, score.shape)
+        there = selected(slots, _PRODUCT, score.shape)
         score = jnp.where(there, score * (channels**-0.5 * math.log2(math.e)), -jnp.inf)
         higher = jnp.maximum(top, jnp.max(score, axis=0))
         # before the first token there is no maximum to subtract
@@ -236,7 +238,7 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
         @pl.when(role == 1)
         def _():
             for at in range(0, places, at_once):
-                source = slots.at[pl.ds(row * width + first * TILE + at, at_once)]
+                source = slots.at[pl.ds((row * tiles + first) * TILE + at, at_once)]
                 plgpu.copy_gmem_to_smem(source, scratch["slots"].at[pl.ds(at, at_once)], given)
             source = query.at[row, head]
             plgpu.copy_gmem_to_smem(source, scratch["given_queries"].at[pl.ds(0, shared)], given)
@@ -256,7 +258,7 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
             to_tiles(scratch["given_queries"], scratch["queries"], number < shared)
             zeros = plgpu.layout_cast(jnp.zeros((TILE, HEADS), jnp.float32), _PRODUCT)
             top = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), _OVER_ROWS)
-            step = functools.partial(add, first=first, mine=mine, scratch=scratch)
+            step = functools.partial(add, mine=mine, scratch=scratch)
             top, total, outs = lax.fori_loop(0, mine, step, (top, zeros, (zeros,) * chunks))
             total = jnp.sum(total, axis=0)
             # of nothing selected: zeros, with the weight 2**-inf
