@@ -14,11 +14,6 @@ IMPLEMENTATIONS = Operation(
             needs=("triton",),
             refuses=limits.refuses,
         ),
-        "triton_bins": Kernel(
-            "qwen4jax.pallas.index_topk.triton_bins.index_topk",
-            needs=("triton",),
-            refuses=limits.refuses,
-        ),
         "mosaic_hopper": Kernel(
             "qwen4jax.pallas.index_topk.mosaic_hopper.index_topk",
             refuses=limits.refuses_mosaic,

@@ -1,21 +1,24 @@
-"""Selection of blocks on a GPU: one program per row, exact for any scores.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Selection of blocks on a GPU: one program per row, counting in shared memory; exact.
 
-Bytes: the row's valid scores once and 2,051 indices out, 66 kB for 14k blocks, 0.02 us of
-bandwidth; what takes time is that every step of a selection waits for the one before. So:
+Bytes are nothing (66 kB a row of 14k blocks); what takes time is that every step of a selection
+waits for the one before, that a step among 8 warps is 0.1 us, and that one processor issues all
+instructions. So there are few steps, and few instructions a score:
 
 1. Groups of consecutive blocks send their best score, which `index_score` gives. What is among the
    `blocks` best lies in one of the `blocks` best groups (ties to the lower group, as ties go to the
-   lower block), so that many groups, or a few more where that takes fewer steps, hold all that can
-   be chosen.
-2. The groups' numbers go through memory to close the gaps (Triton has no other scatter), and only
-   their members take part in the selection proper.
+   lower block), so that many groups, or some more, hold all that can be chosen.
+2. Only their members take part in the selection proper.
 
-A threshold is found by counting how many keys, which order as the scores do, reach each of eight
-bins' lower ends: a key adds 1 to a nibble for each of them (5 instructions), a thread adds up to 15
-keys in one register, and two counts share a 32-bit word in the sums over warps, which the GPU adds
-in one instruction. A pass takes 3 bits off the span of the keys that there are, whatever their
-distribution, and the search ends as soon as a count fits. Ties beyond the count are cut in the
-order of the blocks.
+A threshold is found by a count in 2,048 bins of equal width. They begin not at the lowest score but
+at a bound that costs one step: cut the row into as many parts as blocks are chosen; each part's
+best is no less than the least of them. A sixth of random scores lie above it, within two octaves,
+so that the bin of the threshold holds a few. If they are too many to be taken together, its span is
+divided next, down to single scores. Ties beyond the count are cut in the order of the blocks.
+
+Keys order as the scores do. A thread holds keys of blocks that follow one another, in fours of 16
+bytes, so that places of what is taken are a sum over threads and otherwise its own affair. Numbers
+of groups and blocks taken go through shared memory to close the gaps, and out as whole lines.
 """
 
 import jax
@@ -24,57 +27,59 @@ import triton
 import triton.language as tl
 
 from qwen4jax.pallas.index_topk.limits import LONG, SHORT, group_of
+from qwen4jax.pallas.index_topk.triton_shared import (
+    BINS,
+    COUNTS,
+    LISTED,
+    allocate,
+    clear,
+    count,
+    get,
+    get_4,
+    put,
+    put_if,
+)
 from qwen4jax.pallas.triton_call import triton_call
 
 # of programs with groups of 4 or 8, and of those with groups of 16: up to 16 keys a thread
 _WARPS, _LONG_WARPS = 8, 16
 
-# keys that a warp loads at once, 16 bytes a lane
-_LANES = 128
-
-# below the key of any score
-_NONE = tl.constexpr(-(2**31))
+_LOG = tl.constexpr(BINS.value.bit_length() - 1)
+# magnitude of infinity, more than any count and bin together
+_INFINITY = tl.constexpr(0x7F800000)
+_BEYOND = tl.constexpr(0x7FFFFFFF)
 
 
 def index_topk(scores, index, best=None, *, blocks, ratio):
     """See `qwen4jax.pallas.index_topk`."""
     rows, places, width = scores.shape
-    room = max(16, triton.next_power_of_2(blocks))
     size = group_of(width)
-    warps = _LONG_WARPS if size == LONG else _WARPS
-    groups = max(16, triton.next_power_of_2(-(-width // size)))
-    out, _ = triton_call(
+    threads = 32 * (_LONG_WARPS if size == LONG else _WARPS)
+    room = max(threads, triton.next_power_of_2(blocks))
+    return triton_call(
         scores,
         index,
         # a pointer parameter that is not used needs some array
         scores if best is None else best,
         kernel=_index_topk,
         name=f"index_topk_{rows}x{places}x{width}",
-        out=(
-            jax.ShapeDtypeStruct((rows, places, blocks * ratio + ratio - 1), jnp.int32),
-            jax.ShapeDtypeStruct((rows * places, 2 * room), jnp.int32),
-        ),
+        out=jax.ShapeDtypeStruct((rows, places, blocks * ratio + ratio - 1), jnp.int32),
         grid=(rows * places,),
-        num_warps=warps,
+        num_warps=threads // 32,
         num_stages=1,
         WIDTH=width,
         BLOCKS=blocks,
         RATIO=ratio,
         MEMBERS=triton.next_power_of_2(ratio),
-        GROUPS=groups,
+        TOKENS=triton.next_power_of_2(blocks * ratio),
+        FOURS=max(1, triton.next_power_of_2(-(-width // size)) // (4 * threads)),
         ROOM=room,
-        SHORT=SHORT,
         SIZE=size,
-        MOST=_most(room, size),
-        LANES=_LANES * warps,
+        # more groups than blocks where their members are few: it saves steps
+        MOST=2 * room if size == SHORT else room,
+        THREADS=threads,
         GIVEN=0 if best is None else best.shape[-1],
     )
-    return out
-
-
-def _most(room, size):
-    """Groups kept: more than the blocks where their members are few, for it saves steps."""
-    return 2 * room if size == SHORT else room
 
 
 @triton.jit
@@ -83,167 +88,215 @@ def _index_topk(
     index_ptr,
     best_ptr,
     out_ptr,
-    scratch_ptr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     RATIO: tl.constexpr,
     MEMBERS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FOURS: tl.constexpr,
     ROOM: tl.constexpr,
-    SHORT: tl.constexpr,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores = scores_ptr + row * WIDTH
     out = out_ptr + row * (BLOCKS * RATIO + RATIO - 1)
-    scratch = scratch_ptr + row * (2 * ROOM)
-    group = tl.arange(0, GROUPS)
-    # does not wait for the index: what is beyond is -inf. Without `best` nothing is read
-    given = group < GIVEN
-    best = tl.load(best_ptr + row * GIVEN + group, mask=given, other=0.0)
+    groups, best = (), ()
+    for i in tl.static_range(FOURS):
+        group = (tl.arange(0, THREADS) * (4 * FOURS) + 4 * i)[:, None] + tl.arange(0, 4)[None, :]
+        # does not wait for the index: what is beyond is -inf
+        if GIVEN > 0:
+            ptr = best_ptr + row * GIVEN + group
+            one = tl.load(ptr, mask=group < GIVEN, other=float("-inf"))
+        else:
+            one = _best_of(scores, group, WIDTH, SIZE)
+        groups, best = groups + (group,), best + (one,)  # noqa: RUF005
     index = tl.load(index_ptr + row)
+    memory = allocate()
+    clear(memory, THREADS)
+    clear(memory + 4 * COUNTS, THREADS)
     complete = (index + 1) // RATIO
     member = tl.arange(0, MEMBERS)
     tail = complete * RATIO + member
     tail = tl.where(tail <= index, tail, -1)
     tl.store(out + BLOCKS * RATIO + member, tail, mask=member < RATIO - 1)
+    token = tl.arange(0, TOKENS)
     if complete <= BLOCKS:
-        block = tl.arange(0, ROOM)
-        _put(out, block, block, block < BLOCKS, complete, RATIO)
-    elif GIVEN > 0:
-        leader = _key(best, group * SIZE < complete)
-        _select(scores, leader, complete, out, scratch, WIDTH, BLOCKS, RATIO, SIZE, MOST, LANES)
-    elif (SIZE > SHORT) & (complete <= GROUPS * SHORT):
-        leader = _best_of(scores, group, complete, SHORT, SHORT)
-        _select(
-            scores, leader, complete, out, scratch, WIDTH, BLOCKS, RATIO, SHORT, 2 * ROOM, LANES
-        )
+        every = tl.where(token < complete * RATIO, token, -1)
+        tl.store(out + token, every, mask=token < BLOCKS * RATIO)
     else:
-        leader = _best_of(scores, group, complete, SIZE, SHORT)
-        _select(scores, leader, complete, out, scratch, WIDTH, BLOCKS, RATIO, SIZE, MOST, LANES)
+        leaders = ()
+        for i in tl.static_range(FOURS):
+            leaders = leaders + (_key(best[i]),)  # noqa: RUF005
+        chosen = memory + 4 * (2 * COUNTS + LISTED // 2)
+        _select(
+            scores,
+            groups,
+            leaders,
+            (complete + SIZE - 1) // SIZE,
+            memory,
+            chosen,
+            WIDTH,
+            BLOCKS,
+            ROOM,
+            SIZE,
+            MOST,
+            THREADS,
+        )
+        block = get(chosen, token // RATIO)
+        tl.store(out + token, block * RATIO + token % RATIO, mask=token < BLOCKS * RATIO)
 
 
 @triton.jit
-def _best_of(scores, group, complete, SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """Highest key of each group of `SIZE` blocks; a load has `COUNT` of a group."""
-    best = tl.full((group.shape[0],), _NONE, tl.int32)
-    # 16 bytes a thread and load
-    for first in tl.static_range(0, SIZE, COUNT):  # pyright: ignore[reportGeneralTypeIssues]
-        block = group[:, None] * SIZE + first + tl.arange(0, COUNT)[None, :]
-        valid = block < complete
-        key = _key(tl.load(scores + block, mask=valid, other=0.0), valid)
-        best = tl.maximum(best, tl.max(key, 1))
+def _best_of(scores, group, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """Best score of each group of `SIZE` blocks."""
+    best = tl.full(group.shape, float("-inf"), tl.float32)
+    for i in tl.static_range(SIZE):
+        block = group * SIZE + i
+        score = tl.load(scores + block, mask=block < WIDTH, other=float("-inf"))
+        best = tl.maximum(best, score)
     return best
 
 
 @triton.jit
 def _select(
     scores,
-    leader,
-    complete,
-    out,
-    scratch,
+    groups,
+    leaders,
+    total,
+    memory,
+    chosen,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
-    RATIO: tl.constexpr,
+    ROOM: tl.constexpr,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    """Writes the `BLOCKS` best of more blocks, given each group's best key."""
-    count = (complete + SIZE - 1) // SIZE
-    least, last = _span(leader, LANES)  # pyright: ignore[reportGeneralTypeIssues]
-    # fewer groups than blocks hold them all
-    bound = least
-    if count > MOST:
-        bound = _threshold(leader, least, last, BLOCKS, MOST, LANES)
-    group = tl.arange(0, leader.shape[0])
-    take, place, taken = _places(leader, bound, MOST)
-    tl.store(scratch + place, group, mask=take)
-    # the groups' numbers are read by other threads than wrote them
+    """Lists in `chosen` the `BLOCKS` best of more blocks, given the best key of `total` groups."""
+    listed = memory + 4 * (2 * COUNTS)
+    low, last = _ends(leaders, ROOM, THREADS)
+    if total > MOST:
+        low, taken, over = _threshold(leaders, low, last, memory, BLOCKS, MOST, THREADS)
+        _list(leaders, groups, low, taken, over, listed, MOST)
+    else:
+        every = tl.arange(0, MOST)
+        put(listed, every, every)
+        taken = total
     tl.debug_barrier()
 
-    chosen = tl.arange(0, MOST)
-    group = tl.load(scratch + chosen, mask=chosen < taken, other=0)
-    block = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    # masked by groups and not by what is complete: 16 bytes a load
-    score = tl.load(scores + block, mask=(chosen < taken)[:, None] & (block < WIDTH), other=0.0)
-    there = (chosen < taken)[:, None] & (block < complete)
-    key = tl.reshape(_key(score, there), (MOST * SIZE,))
-    block = tl.reshape(block, (MOST * SIZE,))
-    low = bound
-    # otherwise that many groups' best reach the bound
-    if count < BLOCKS:
-        low = tl.min(tl.where(key == _NONE, 0x7FFFFFFF, key), 0)
-    bound = _threshold(key, low, last, BLOCKS, BLOCKS, LANES)
-    take, place, taken = _places(key, bound, BLOCKS)
-    _put(out, block, place, take, complete, RATIO)
+    EACH: tl.constexpr = MOST // THREADS
+    keys, blocks = (), ()
+    for i in tl.static_range(EACH):
+        at = tl.arange(0, THREADS) * EACH + i
+        group = tl.where(at < taken, get(listed, at), 0)
+        for j in tl.static_range(SIZE // 4):
+            block = (group * SIZE + 4 * j)[:, None] + tl.arange(0, 4)[None, :]
+            there = (at < taken)[:, None] & (block < WIDTH)
+            score = tl.load(scores + block, mask=there, other=float("-inf"))
+            keys, blocks = keys + (score,), blocks + (block,)  # noqa: RUF005
+    scored, keys = keys, ()
+    for i in tl.static_range(EACH * SIZE // 4):
+        # NaN need not be its group's best
+        keys = keys + (tl.minimum(_key(scored[i]), last),)  # noqa: RUF005
+    if total <= MOST:
+        low, last = _ends(keys, ROOM, THREADS)
+    counts = memory + 4 * COUNTS
+    low, taken, over = _threshold(keys, low, last, counts, BLOCKS, BLOCKS, THREADS)
+    _list(keys, blocks, low, taken, over, chosen, BLOCKS)
+    tl.debug_barrier()
 
 
 @triton.jit
-def _key(score, valid):
-    """Integers that order as the scores do, -0 as +0; below them all where not valid."""
-    score = tl.where(score == 0, 0.0, score)
+def _key(score):
+    """Integers that order as the scores do, -0 as +0, and NaN as infinity."""
     bits = score.to(tl.int32, bitcast=True)
-    return tl.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)
+    size = tl.minimum(bits & 0x7FFFFFFF, _INFINITY)
+    return tl.where(bits < 0, -size, size)
 
 
 @triton.jit
-def _span(key, LANES: tl.constexpr):
-    """Lowest and highest of the valid keys, in one reduction: each is a wait for all warps."""
-    WIDE: tl.constexpr = min(LANES, key.shape[0])
-    key = tl.reshape(key, (key.shape[0] // WIDE, WIDE))
-    low, high = tl.max(tl.where(key == _NONE, _NONE, ~key), 0), tl.max(key, 0)
+def _ends(keys, PARTS: tl.constexpr, THREADS: tl.constexpr):
+    """A bound that `PARTS` keys or more reach, and the highest key."""
+    FOURS: tl.constexpr = len(keys)
+    # parts of a thread, and of four keys
+    OWN: tl.constexpr = PARTS // THREADS
+    CUT: tl.constexpr = max(1, OWN // FOURS)
+    low, high = tl.full((THREADS,), _INFINITY, tl.int32), tl.full((THREADS,), -_INFINITY, tl.int32)
+    part = high
+    for i in tl.static_range(FOURS):
+        if CUT > 1:
+            best = tl.max(tl.reshape(keys[i], (THREADS, CUT, 4 // CUT)), 2)
+            low = tl.minimum(low, tl.min(best, 1))
+            high = tl.maximum(high, tl.max(best, 1))
+        else:
+            part = tl.maximum(part, tl.max(keys[i], 1))
+            if (i + 1) % (FOURS // OWN) == 0:
+                low, high = tl.minimum(low, part), tl.maximum(high, part)
+                part = tl.full((THREADS,), -_INFINITY, tl.int32)
+    # both in one reduction: each is a wait for all warps
     side = tl.arange(0, 2)
-    ends = tl.max(tl.where(side[:, None] == 0, low[None, :], high[None, :]), 1)
-    low = tl.max(tl.where(side == 0, ends, _NONE), 0)
-    return ~low, tl.max(tl.where(side == 1, ends, _NONE), 0)
+    ends = tl.max(tl.where(side[:, None] == 0, -low[None, :], high[None, :]), 1)
+    low = -tl.max(tl.where(side == 0, ends, -_INFINITY), 0)
+    return low, tl.max(tl.where(side == 1, ends, -_INFINITY), 0)
 
 
 @triton.jit
-def _threshold(key, low, last, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr):
-    """The key that the best are at or above.
+def _threshold(
+    keys,
+    low,
+    high,
+    memory,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """The key that the best are at or above, how many they are, and how many lie above its span.
 
-    `LEAST` to `MOST` keys reach it, or, where ties allow no such count, `LEAST` reach it and fewer
-    lie above.
+    `LEAST` to `MOST` keys reach it, or, where ties allow no such count, more, and fewer than
+    `LEAST` lie above it.
 
-    There are up to 2**14 keys, of which at least `LEAST` reach `low`, and none is above `last`.
+    There are up to 2**14 keys, of which at least `LEAST` reach `low`, and none is above `high`.
+    The bins in `memory` are zero.
     """
-    # rows are registers of a thread, as loads of 16 bytes leave them, and up to 15
-    WIDE: tl.constexpr = min(LANES, key.shape[0])
-    key = tl.reshape(key, (key.shape[0] // WIDE, WIDE))
-    field = tl.arange(0, 4)[:, None] * 4
-    span = (last - low).to(tl.uint32, bitcast=True)
-    # how many reach `low` is for the first pass to find
-    count = MOST + 1
-    while (count > MOST) & (span > 0):
-        # eight bins of a power of two that cover the span
-        shift = tl.maximum(_bits(span) - 3, 0)
-        filled = tl.sum(_fills(key, low, shift), 0)
-        # eight counts in nibbles become two in each of four words
-        counts = tl.sum((filled[None, :] >> field) & 0x000F000F, 1)
-        first, second = counts & 0xFFFF, counts >> 16
-        # counts fall from bin to bin: so many of them are still reached by enough
-        good = (first >= LEAST).to(tl.int32) + (second >= LEAST).to(tl.int32)
-        skipped = (tl.sum(good, 0) - 1) << shift
-        first = tl.where(first >= LEAST, first, 0x7FFFFFFF)
-        second = tl.where(second >= LEAST, second, 0x7FFFFFFF)
-        count = tl.min(tl.minimum(first, second), 0)
-        low += skipped
-        left = span - skipped.to(tl.uint32, bitcast=True)
-        span = tl.minimum(left, ((1 << shift) - 1).to(tl.uint32, bitcast=True))
-    return low
-
-
-@triton.jit
-def _fills(key, low, shift):
-    """A 1 in the nibble of each bin from the first to the key's, none for a key below them."""
-    place = (key - low).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
-    place = tl.minimum(place, 7).to(tl.int32)
-    return tl.where(key >= low, 0x11111111 >> (28 - 4 * place), 0)
+    EACH: tl.constexpr = BINS // THREADS
+    thread = tl.arange(0, THREADS)
+    taken, over = 0, 0
+    more = low <= high
+    while more:
+        # what lies in the lowest bin below `low` takes part
+        shift = tl.maximum(_bits((high - low).to(tl.uint32, bitcast=True)) - _LOG, 0)
+        for i in tl.static_range(len(keys)):
+            number = (high - keys[i]).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+            count(memory, tl.minimum(number, BINS).to(tl.int32))
+        tl.debug_barrier()
+        found = ()
+        for i in tl.static_range(EACH // 4):
+            a, b, c, d = get_4(memory, thread * EACH + 4 * i)
+            found = found + (a, b, c, d)  # noqa: RUF005
+        own = found[0]
+        for i in tl.static_range(1, EACH):
+            own += found[i]
+        so_far = over + tl.cumsum(own, 0) - own
+        # the first bin with which there are enough, and how many there are then
+        first = tl.full((THREADS,), _BEYOND, tl.int32)
+        for i in tl.static_range(EACH):
+            so_far += found[i]
+            both = (so_far << _LOG) | (thread * EACH + i)
+            first = tl.minimum(first, tl.where(so_far >= LEAST, both, _BEYOND))
+        first = tl.min(first, 0)
+        number, taken = first & (BINS - 1), first >> _LOG
+        over = taken - get(memory, number)
+        high -= number << shift
+        low = high - ((1 << shift) - 1)
+        more = (taken > MOST) & (low < high)
+        if more:
+            tl.debug_barrier()
+            clear(memory, THREADS)
+            tl.debug_barrier()
+    return low, taken, over
 
 
 @triton.jit
@@ -254,25 +307,37 @@ def _bits(number):
 
 
 @triton.jit
-def _places(key, bound, MOST: tl.constexpr):
-    """Which keys are taken, the place of each among those, and how many there are.
+def _list(keys, values, bound, taken, over, memory, MOST: tl.constexpr):
+    """Lists the values of the keys at or above a bound in their order.
 
-    All above `bound`, and of those at it the first ones, up to `MOST` together.
+    If they are more than `MOST`, those above, which are `over`, and the first of those at it.
     """
-    above, at = key > bound, (key == bound) & (key != _NONE)
-    both = (above.to(tl.int32) << 16) + at.to(tl.int32)
-    total = tl.sum(both, 0)
-    room = MOST - (total >> 16)
-    so_far = tl.cumsum(both, 0)
-    ties = tl.minimum(so_far & 0xFFFF, room)
-    take = above | (at & ((so_far & 0xFFFF) <= room))
-    return take, (so_far >> 16) + ties - 1, (total >> 16) + tl.minimum(total & 0xFFFF, room)
+    if taken > MOST:
+        own = tl.zeros((keys[0].shape[0],), tl.int32)
+        for i in tl.static_range(len(keys)):
+            own += tl.sum(_above_and_at(keys[i], bound), 1)
+        before = tl.cumsum(own, 0) - own
+        for i in tl.static_range(len(keys)):
+            both = _above_and_at(keys[i], bound)
+            so_far = before[:, None] + tl.cumsum(both, 1)
+            ties = so_far & 0xFFFF
+            take = (keys[i] > bound) | ((keys[i] == bound) & (ties <= MOST - over))
+            place = (so_far >> 16) + tl.minimum(ties, MOST - over) - 1
+            put_if(memory, place, values[i], take)
+            before += tl.sum(both, 1)
+    else:
+        own = tl.zeros((keys[0].shape[0],), tl.int32)
+        for i in tl.static_range(len(keys)):
+            own += tl.sum((keys[i] >= bound).to(tl.int32), 1)
+        before = tl.cumsum(own, 0) - own
+        for i in tl.static_range(len(keys)):
+            take = keys[i] >= bound
+            place = before[:, None] + tl.cumsum(take.to(tl.int32), 1) - 1
+            put_if(memory, place, values[i], take)
+            before += tl.sum(take.to(tl.int32), 1)
 
 
 @triton.jit
-def _put(out, block, place, take, complete, RATIO: tl.constexpr):
-    """Writes the tokens of the blocks taken; -1 for blocks that are not complete."""
-    token = tl.where(block < complete, block * RATIO, -1)
-    for member in tl.static_range(RATIO):  # pyright: ignore[reportGeneralTypeIssues]
-        here = out + place * RATIO + member
-        tl.store(here, tl.where(token >= 0, token + member, -1), mask=take)
+def _above_and_at(key, bound):
+    """1 << 16 for keys above a bound, 1 for those at it."""
+    return tl.where(key > bound, 1 << 16, (key == bound).to(tl.int32))

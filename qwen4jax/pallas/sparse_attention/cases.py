@@ -137,6 +137,7 @@ CASES = (
     _case("e4m3_cache_float32", (1, 3, 4, 2, 16, 2, 8), (11, 11), cache=E4M3),
     _case("paged", (2, 3, 4, 2, 16, 8, 8), (19, 14), gap=0.2, paged=True),
     _case("paged_many_queries", (2, 40, 4, 2, 8, 8, 8), (19, 14), gap=0.2, paged=True),
+    _case("splits_e4m3", (1, 2, 4, 1, 16, 10, 8), (71, 66), BF16, cache=E4M3, gap=0.2, paged=True),
     _case("paged_e4m3", (2, 3, 4, 2, 16, 8, 8), (19, 14), BF16, cache=E4M3, paged=True),
     # as many tiles as splits, and some more; lengths around the widest window that is all selected
     _case("selected_2051", (1, 1, 6, 1, 16, 40, 64), (2051, 2051), BF16),

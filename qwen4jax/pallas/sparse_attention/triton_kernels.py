@@ -4,9 +4,9 @@
 Bytes: 1 kB of keys and values for each token and kv head of 256 channels in bfloat16. The 2,051
 tokens of a query with 2 kv heads are 4.2 MB, 1 us at 4.3 TB/s, those of 4 queries 16.8 MB, 3.9 us;
 half of it in e4m3. A selection is split until the GPU is full and all that is read is under way at
-once: slot numbers, then keys and values together. The entries beyond the last full tile (an open
-block has 3) are a split of their own, for which no other waits. With many queries there is one
-split each, which needs no second kernel.
+once: slot numbers, then keys and values together, by loads into registers where a split has one
+tile. The entries beyond the last full tile (an open block has 3) are a split of their own, for
+which no other waits. With many queries there is one split each, which needs no second kernel.
 
 A token's key of one head is one run of memory and blocks of 4 tokens are contiguous; the heads of a
 token are read by neighbouring programs, close in time. Products take bfloat16, with the weights of
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.sparse_attention.triton_merge import merge
 from qwen4jax.pallas.triton_call import triton_call
 from qwen4jax.span import physical
 
@@ -35,8 +36,6 @@ _TILE, _WARPS = 32, 4
 _STAGES, _E4M3_STAGES = 5, 7
 # pairs above which a program looks where its selection ends: the first tokens of a prompt have few
 _MANY = 512
-# channels of a merging program
-_SLICE = 64
 
 
 # The bits of e4m3, put where those of bfloat16 of the same sign and mantissa are, are a bfloat16
@@ -114,25 +113,13 @@ def sparse_attention(query, gate, key, value, slots, page_table=None):
         REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
         REST_PART=0 if whole else parts,
         WHOLE=whole,
+        ONCE=each == 1 and not whole,
         ENDS=whole and each > 1 and pairs > _MANY,
         STAGES=stages if each > 1 else 1,
     )
     if whole:
         return results[0]
-    return triton_call(
-        *results,
-        gate,
-        kernel=_merge,
-        name=f"sparse_attention_merge_{name}",
-        out=out,
-        grid=(rows * places * heads, -(-channels // _SLICE)),
-        num_warps=4,
-        num_stages=1,
-        PARTS=total,
-        PARTS_UP=triton.next_power_of_2(total),
-        CHANNELS=channels,
-        SLICE=min(_SLICE, triton.next_power_of_2(channels)),
-    )
+    return merge(results[0], results[1], gate, name=name)
 
 
 @triton.jit
@@ -162,6 +149,7 @@ def _sparse_attention(
     REST: tl.constexpr,
     REST_PART: tl.constexpr,
     WHOLE: tl.constexpr,
+    ONCE: tl.constexpr,
     ENDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -177,38 +165,48 @@ def _sparse_attention(
     column = tl.arange(0, DEPTH // APART)
     at = head[:, None] * CHANNELS + (APART * column)[None, :]
     there = (member < SHARED)[:, None] & (APART * column < CHANNELS)[None, :]
-    query, outs = (), ()
-    for j in tl.static_range(APART):
-        loaded = tl.load(query_ptr + at + j, mask=there, other=0.0)
-        lifted = ((loaded.to(tl.float32) * LIFT).to(loaded.dtype),)
-        zeros = (tl.zeros((HEADS, DEPTH // APART), tl.float32),)
-        query, outs = query + lifted, outs + zeros
-
+    outs = ()
+    for _ in tl.static_range(APART):
+        outs = outs + (tl.zeros((HEADS, DEPTH // APART), tl.float32),)  # noqa: RUF005
     top = tl.full((HEADS,), float("-inf"), tl.float32)
-    # added up over tokens at the end only: it is a wait for all warps
-    totals = tl.zeros((HEADS, TILE), tl.float32)
-    first = part * EACH
-    end = tl.minimum(first + EACH, FULL)
-    if ENDS:
-        end = tl.minimum(end, _tiles(slots, FULL, TILE))
-    for i in tl.range(first, end, num_stages=STAGES):
-        entry = i * TILE + tl.arange(0, TILE)
-        slot = _slots(slots, table, entry, entry < FULL * TILE, PAGE, PAGES)
+
+    if ONCE:
+        # all that is read is asked for before anything is waited for but slots and pages
+        entry = part * TILE + tl.arange(0, TILE)
+        slot = _slots(slots, table, entry, entry < WIDTH, PAGE, PAGES)
         found, spoiled = _load(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS)
+        query = _query(query_ptr + at, there, APART)
+        tl.debug_barrier()
+        query = _lifted(query, LIFT, True)
+        found = _from_here(found[0]), _from_here(found[1])
         top, kept, weight, outs = _attend(query, found, spoiled, slot, top, outs, SCALE, LIFT)
-        totals = totals * kept[:, None] + weight
-    total = tl.sum(totals, 1)
-    if REST > 0:
-        if part == REST_PART:
-            beyond = FULL * TILE + tl.arange(0, REST)
-            open_slot = _slots(slots, table, beyond, beyond < WIDTH, PAGE, PAGES)
-            found, spoiled = _load(
-                key_ptr, value_ptr, open_slot, kv_head, column, KV_HEADS, CHANNELS
-            )
-            top, kept, weight, outs = _attend(
-                query, found, spoiled, open_slot, top, outs, SCALE, LIFT
-            )
-            total = total * kept + tl.sum(weight, 1)
+        total = tl.sum(weight, 1)
+    else:
+        query = _lifted(_query(query_ptr + at, there, APART), LIFT, False)
+        # added up over tokens at the end only: it is a wait for all warps
+        totals = tl.zeros((HEADS, TILE), tl.float32)
+        first = part * EACH
+        end = tl.minimum(first + EACH, FULL)
+        if ENDS:
+            end = tl.minimum(end, _tiles(slots, FULL, TILE))
+        for i in tl.range(first, end, num_stages=STAGES):
+            entry = i * TILE + tl.arange(0, TILE)
+            slot = _slots(slots, table, entry, entry < FULL * TILE, PAGE, PAGES)
+            found, spoiled = _load(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS, CHANNELS)
+            top, kept, weight, outs = _attend(query, found, spoiled, slot, top, outs, SCALE, LIFT)
+            totals = totals * kept[:, None] + weight
+        total = tl.sum(totals, 1)
+        if REST > 0:
+            if part == REST_PART:
+                beyond = FULL * TILE + tl.arange(0, REST)
+                open_slot = _slots(slots, table, beyond, beyond < WIDTH, PAGE, PAGES)
+                found, spoiled = _load(
+                    key_ptr, value_ptr, open_slot, kv_head, column, KV_HEADS, CHANNELS
+                )
+                top, kept, weight, outs = _attend(
+                    query, found, spoiled, open_slot, top, outs, SCALE, LIFT
+                )
+                total = total * kept + tl.sum(weight, 1)
 
     # of nothing selected: zeros, with the weight 2**-inf
     total = tl.where(total == 0, 1.0, total)
@@ -231,6 +229,42 @@ def _sparse_attention(
 
 
 @triton.jit
+def _query(ptr, there, APART: tl.constexpr):
+    """Queries of each of a word's channels."""
+    query = ()
+    for j in tl.static_range(APART):
+        query = query + (tl.load(ptr + j, mask=there, other=0.0),)  # noqa: RUF005
+    return query
+
+
+@triton.jit
+def _lifted(query, LIFT: tl.constexpr, LATER: tl.constexpr):
+    """Queries times `LIFT`."""
+    out = ()
+    for j in tl.static_range(len(query)):
+        one = _from_here(query[j]) if LATER else query[j]
+        out = out + ((one.to(tl.float32) * LIFT).to(one.dtype),)  # noqa: RUF005
+    return out
+
+
+@triton.jit
+def _from_here(loaded):
+    """What was loaded, but not used before this place in the program.
+
+    The compiler puts a tile into shared memory, for which it waits, where it is loaded, before the
+    next tile is asked for.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r",
+        [loaded],
+        dtype=loaded.dtype,
+        is_pure=False,
+        pack=32 // loaded.dtype.primitive_bitwidth,
+    )
+
+
+@triton.jit
 def _tiles(slots, FULL: tl.constexpr, TILE: tl.constexpr):
     """Tiles up to the last one, of those that are full, in which anything is selected."""
     entry = tl.arange(0, triton.next_power_of_2(FULL * TILE))
@@ -243,9 +277,10 @@ def _slots(slots, table, entry, there, PAGE: tl.constexpr, PAGES: tl.constexpr):
     """Places of the tokens selected, negative where there is none."""
     slot = tl.load(slots + entry, mask=there, other=-1)
     if PAGES > 0:
-        number = slot // PAGE
-        page = tl.load(table + number, mask=(slot >= 0) & (number < PAGES), other=-1)
-        slot = tl.where(page >= 0, page * PAGE + slot % PAGE, -1)
+        # unsigned, in which none is the highest number, it takes few instructions
+        token = slot.to(tl.uint32, bitcast=True)
+        page = tl.load(table + token // PAGE, mask=token < PAGES * PAGE, other=-1)
+        slot = tl.where(page >= 0, page * PAGE + (token % PAGE).to(tl.int32), -1)
     return slot
 
 
@@ -275,12 +310,13 @@ def _load(
 @triton.jit
 def _rows(key_ptr, value_ptr, slot, kv_head, column, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """The same of rows of `WIDTH` columns."""
-    at = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + kv_head) * WIDTH
-    at = at[:, None] + column[None, :]
+    # one instruction an address
+    at = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
+    column = (kv_head * WIDTH + column)[None, :]
     # places without a token may hold NaN
-    there = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
-    key = tl.load(key_ptr + at, mask=there, other=0)
-    return key, tl.load(value_ptr + at, mask=there, other=0)
+    there = (slot >= 0)[:, None] & (column < (kv_head + 1) * WIDTH)
+    key = tl.load(key_ptr + column + at, mask=there, other=0)
+    return key, tl.load(value_ptr + column + at, mask=there, other=0)
 
 
 @triton.jit
@@ -342,31 +378,3 @@ def _attend(query, found, spoiled, slot, top, outs, SCALE: tl.constexpr, LIFT: t
 def _channels(loaded, j: tl.constexpr, use: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr):
     """Channels [tokens, channels / EACH] from `j` on, every `EACH`-th."""
     return loaded.to(dtype) if EACH == 1 else _byte(loaded, j, use, dtype)
-
-
-@triton.jit
-def _merge(
-    part_ptr,
-    weight_ptr,
-    gate_ptr,
-    out_ptr,
-    PARTS: tl.constexpr,
-    PARTS_UP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLICE: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS_UP)
-    channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    inside = channel < CHANNELS
-    log = tl.load(weight_ptr + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    at = (head * PARTS + part)[:, None] * CHANNELS + channel[None, :]
-    there = (part < PARTS)[:, None] & inside[None, :]
-    value = tl.load(part_ptr + at, mask=there, other=0.0)
-    gate = tl.load(gate_ptr + head * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-    top = tl.max(log, 0)
-    weight = tl.exp2(log - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    out = tl.sum(value * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
-    out = out * tl.sigmoid(gate)
-    tl.store(out_ptr + head * CHANNELS + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
