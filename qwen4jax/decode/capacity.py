@@ -31,7 +31,7 @@ GB = 1e9
 _WORK = int(2 * GB)
 # temporaries of prefill for each token of a step, in widths of the streams and, for each layer, in
 # hidden states; from XLA's memory analyses for an H200 of 4 to 48 layers, 64 to 8,192 tokens and 1
-# to 4 rows, which are below the sum of `prefill_bytes` (2.2 GB of 2.7 for 24 layers and 8,192 tokens)
+# to 4 rows, which stay below `prefill_bytes` (2.2 GB of 2.7 for 24 layers and 8,192 tokens)
 _STREAMS_A_TOKEN, _HIDDEN_A_LAYER = 5.5, 1.4
 # rows and tokens of a step of many prompts, as `generate` has it
 USUAL_PREFILL = (4, 512)
