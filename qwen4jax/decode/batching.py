@@ -115,7 +115,7 @@ class Engine:
             drafts=sizes.drafts,
             kv_dtype=sizes.kv_dtype,
         )
-        require_room(params.config, **shapes)
+        require_room(params.config, **shapes, prefill=(min(sizes.rows, sizes.slots), sizes.chunk))
         self.state = init_state(params.config, **shapes)
         vocab = params.config.vocab_size
         self._controls = make_controls([], sizes.slots, vocab, like=mode)

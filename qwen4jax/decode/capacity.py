@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen4jax.config import Config, Quantization
+from qwen4jax.pallas.index_topk.select import WORKSPACE
 from qwen4jax.params import declare, tensors
 from qwen4jax.state import DEFAULT_PAGE_SIZE, abstract_state
 from qwen4jax.weights.checkpoint import survey
@@ -28,6 +29,12 @@ from qwen4jax.weights.placement import Placement
 GB = 1e9
 # most temporaries of the round beside its logits, as far as was seen; never more than the weights
 _WORK = int(2 * GB)
+# temporaries of prefill for each token of a step, in widths of the streams and, for each layer, in
+# hidden states; from XLA's memory analyses for an H200 of 4 to 48 layers, 64 to 8,192 tokens and 1
+# to 4 rows, which stay below `prefill_bytes` (2.2 GB of 2.7 for 24 layers and 8,192 tokens)
+_STREAMS_A_TOKEN, _HIDDEN_A_LAYER = 5.5, 1.4
+# rows and tokens of a step of many prompts, as `generate` has it
+USUAL_PREFILL = (4, 512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +45,7 @@ class MemoryPlan:
         weights: parameters without the n-gram tables, a quantised draft head's copies included.
         table: n-gram tables, as far as they are on the device.
         state: decode state.
-        work: estimate of what the compiled round needs besides.
+        work: estimate of what the compiled programs need besides, one at a time.
     """
 
     weights: int
@@ -66,8 +73,11 @@ def plan_memory(
     drafts: int = 3,
     kv_dtype: str | None = None,
     table: Placement = "device",
+    prefill: tuple[int, int] = USUAL_PREFILL,
 ) -> MemoryPlan:
     """What a model and a state of `slots` requests of up to `max_length` tokens hold.
+
+    `prefill` is (rows, tokens) of the largest prefill step.
 
     Raises:
         ValueError: of `abstract_state`.
@@ -76,7 +86,7 @@ def plan_memory(
     state = nbytes(abstract_state(config, **shapes))  # pyright: ignore[reportArgumentType]
     weights, rows = weight_bytes(config)
     here = rows if table == "device" else 0
-    return MemoryPlan(weights, here, state, work_bytes(config, slots, drafts))
+    return MemoryPlan(weights, here, state, work_bytes(config, slots, drafts, prefill))
 
 
 def weight_bytes(config: Config) -> tuple[int, int]:
@@ -88,10 +98,35 @@ def weight_bytes(config: Config) -> tuple[int, int]:
     return everything - rows, rows
 
 
-def work_bytes(config: Config, slots: int, drafts: int) -> int:
+def work_bytes(
+    config: Config, slots: int, drafts: int, prefill: tuple[int, int] = USUAL_PREFILL
+) -> int:
+    """Estimate of the temporaries of a round or a prefill step, whichever has more of them."""
+    return max(round_bytes(config, slots, drafts), prefill_bytes(config, *prefill))
+
+
+def round_bytes(config: Config, slots: int, drafts: int) -> int:
     """Estimate of a compiled round's temporaries, float32 logits twice among them."""
     logits = slots * (drafts + 1) * config.vocab_size * 4
     return min(_WORK, weight_bytes(config)[0]) + 2 * logits
+
+
+def prefill_bytes(config: Config, rows: int, tokens: int) -> int:
+    """Estimate of the temporaries of a prefill step of `rows` x `tokens`.
+
+    Every layer leaves something of each token, the indexer has its scores, and the rows' recurrent
+    states are taken out of their slots.
+    """
+    item = jnp.dtype(config.dtype).itemsize
+    streams = _STREAMS_A_TOKEN * config.hc_count * config.hidden_size * item
+    hidden = _HIDDEN_A_LAYER * config.hidden_size * item * config.num_hidden_layers
+    one, two = (
+        nbytes(abstract_state(config, slots=n, max_length=DEFAULT_PAGE_SIZE, drafts=0))
+        for n in (1, 2)
+    )
+    scores = min(WORKSPACE, weight_bytes(config)[0])
+    logits = 2 * rows * config.vocab_size * 4
+    return int(rows * tokens * (streams + hidden)) + rows * (two - one) + scores + logits
 
 
 def nbytes(tree: Any) -> int:
@@ -108,9 +143,17 @@ def free_bytes() -> int | None:
 
 
 def require_room(
-    config: Config, *, slots: int, max_length: int, drafts: int, kv_dtype: str | None
+    config: Config,
+    *,
+    slots: int,
+    max_length: int,
+    drafts: int,
+    kv_dtype: str | None,
+    prefill: tuple[int, int],
 ) -> None:
-    """Refuses a state that does not fit beside what the device holds already.
+    """Refuses a state that does not fit beside what the device holds already, and its programs.
+
+    `prefill` is (rows, tokens) of the largest prefill step.
 
     Raises:
         ValueError: with the arithmetic, and the length that would fit.
@@ -120,13 +163,17 @@ def require_room(
         return
     sizes: dict[str, Any] = dict(slots=slots, drafts=drafts, kv_dtype=kv_dtype)
     state = nbytes(abstract_state(config, max_length=max_length, **sizes))
-    work = work_bytes(config, slots, drafts)
+    work = work_bytes(config, slots, drafts, prefill)
     if state + work <= free:
         return
     fits = longest_context(config, free - work, **sizes)
+    chunk = ""
+    if work > round_bytes(config, slots, drafts):
+        chunk = f" (of which a smaller chunk than {prefill[0]} x {prefill[1]} tokens needs less)"
     raise ValueError(
         f"slots, max_length: {slots} x {max_length} tokens need state {state / GB:.1f} + work "
-        f"{work / GB:.1f} GB, and {free / GB:.1f} GB are free: {slots} x {fits} tokens would fit"
+        f"{work / GB:.1f} GB{chunk}, and {free / GB:.1f} GB are free: {slots} x {fits} tokens "
+        "would fit"
     )
 
 
@@ -147,8 +194,10 @@ def longest_context(
     return low * DEFAULT_PAGE_SIZE
 
 
-def report(config: Config, memory: int, slots: Sequence[int], drafts: int = 3) -> str:
-    """The longest contexts as a Markdown table; `memory` in bytes."""
+def report(
+    config: Config, memory: int, slots: Sequence[int], drafts: int = 3, chunk: int = 512
+) -> str:
+    """The longest contexts as a Markdown table; `memory` in bytes, `chunk` of prompts in tokens."""
     weights, rows = weight_bytes(config)
     head = [f"{n} slot{'s' * (n > 1)}" for n in slots]
     lines = [
@@ -163,7 +212,7 @@ def report(config: Config, memory: int, slots: Sequence[int], drafts: int = 3) -
         cells = [
             longest_context(
                 config,
-                memory - held - work_bytes(config, n, drafts),
+                memory - held - work_bytes(config, n, drafts, (min(n, USUAL_PREFILL[0]), chunk)),
                 slots=n,
                 drafts=drafts,
                 kv_dtype=dtype,
@@ -183,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", metavar="GB", type=float, default=138.0, help="usable (138)")
     parser.add_argument("--slots", metavar="N", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--draft", metavar="N", type=int, default=3, help="tokens per round (3)")
+    parser.add_argument("--chunk", metavar="N", type=int, default=512, help="of prompts (512)")
     parser.add_argument("--draft-weights", choices=("fp8", "nvfp4"), help="default: as stored")
     parser.add_argument("--draft-vocab", metavar="N", type=int, help="draft among the N lowest ids")
     args = parser.parse_args(argv)
@@ -190,6 +240,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--memory and --slots: must be over 0")
     if not 0 <= args.draft <= 7:
         parser.error(f"--draft: {args.draft} is not in 0..7")
+    if args.chunk < 1:
+        parser.error(f"--chunk: {args.chunk} is not over 0")
     try:
         config = Config.flash_next(
             quantization=Quantization(experts="nvfp4", ngram_embedding="fp8")
@@ -206,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
             stored, mtp_experts=args.draft_weights, draft=args.draft_weights
         )
     config = config.replace(quantization=stored)
-    print(report(config, int(args.memory * GB), args.slots, args.draft))
+    print(report(config, int(args.memory * GB), args.slots, args.draft, args.chunk))
     return 0
 
 

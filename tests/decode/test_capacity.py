@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qwen4jax import generate
-from qwen4jax.config import Config, Quantization
+from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
 from qwen4jax.decode import batching, capacity
 from qwen4jax.decode.options import Sampling
 from qwen4jax.params import init_params
@@ -83,7 +83,9 @@ def test_the_report_of_a_checkpoint(capsys: pytest.CaptureFixture[str]):
     assert "n-gram tables 0.0 GB" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--memory", "0"], ["--slots", "0"], ["--draft", "8"]])
+@pytest.mark.parametrize(
+    "arguments", [["--memory", "0"], ["--slots", "0"], ["--draft", "8"], ["--chunk", "0"]]
+)
 def test_wrong_options_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         capacity.main(arguments)
@@ -108,3 +110,43 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
     sampling = Sampling(temperature=0, max_new_tokens=500)
     with pytest.raises(ValueError, match=r"slots, max_length: 1 x \d+ tokens need .* would fit"):
         generate(params(), [1, 2, 3], sampling=sampling)
+
+
+# (layers, rows, tokens of a chunk, context) -> MB of temporaries that XLA plans for an H200
+ANALYSED = {
+    (4, 1, 512, 65536): 121.5,
+    (4, 1, 8192, 65536): 1053.1,
+    (8, 1, 2048, 262144): 531.4,
+    (8, 4, 2048, 65536): 1382.0,
+    (16, 4, 64, 65536): 223.8,
+    (16, 4, 512, 65536): 590.8,
+    (24, 1, 8192, 65536): 2230.8,
+    (48, 1, 2048, 65536): 779.0,
+}
+
+
+@pytest.mark.parametrize("sizes", ANALYSED, ids=str)
+def test_a_chunk_of_a_prompt_fits_into_what_is_set_aside(sizes: tuple[int, int, int, int]):
+    layers, rows, tokens, _ = sizes
+    kinds = (LINEAR, LINEAR, LINEAR, SPARSE) * (layers // 4)
+    config = RELEASED.replace(num_hidden_layers=layers, layer_types=kinds)
+    estimate = capacity.prefill_bytes(config, rows, tokens) / 1e6
+    assert ANALYSED[sizes] <= estimate <= 1.4 * ANALYSED[sizes] + 268
+
+
+def test_a_long_chunk_is_part_of_what_must_fit(monkeypatch: pytest.MonkeyPatch):
+    """Rounds fit, and so does a short chunk; a long one is refused, and it says so."""
+    sizes: dict[str, Any] = dict(slots=8, max_length=65536, drafts=3, kv_dtype=None)
+    plan = capacity.plan_memory(RELEASED, **sizes, prefill=(4, 256))
+    monkeypatch.setattr(capacity, "free_bytes", lambda: plan.state + plan.work)
+    capacity.require_room(RELEASED, **sizes, prefill=(4, 256))
+    with pytest.raises(ValueError, match=r"a smaller chunk than 4 x 8192 tokens.* would fit"):
+        capacity.require_room(RELEASED, **sizes, prefill=(4, 8192))
+
+
+def test_the_report_of_longer_chunks(capsys: pytest.CaptureFixture[str]):
+    found = []
+    for chunk in ("512", "8192"):
+        assert capacity.main(["--slots", "8", "--chunk", chunk]) == 0
+        found.append(int(re.findall(r"host \| bfloat16 \| (\d+)", capsys.readouterr().out)[0]))
+    assert found[0] > found[1] > 32768

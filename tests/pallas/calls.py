@@ -5,6 +5,7 @@ import functools
 import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -31,28 +32,59 @@ def over_cases(cases: Iterable[Case], function: str, implementations: Mapping[st
 
 
 def _takes(implementations: Any, function: str, case: Case, name: str) -> bool:
-    """Whether an implementation of a kernel language takes this case, on the device it is for."""
+    """Whether an implementation of a kernel language takes this case, on the device it is for.
+
+    Every process of a run asks this of every case before its first test, so nothing is computed:
+    the call is traced with shapes, up to where the kernel would begin.
+    """
     package = importlib.import_module(f"qwen4jax.pallas.{implementations.name.partition('.')[0]}")
+    leaves, inputs_of = _shapes(case)
+    run = functools.partial(getattr(package, function), implementation=name)
     try:
-        with registry.using(device="NVIDIA H200"):
-            trace = lambda f, x: jax.make_jaxpr(f)(x)  # noqa: E731
-            _evaluate(trace, getattr(package, function), case.inputs(), name)
+        with (
+            registry.using(device="NVIDIA H200"),
+            mock.patch.object(registry.Kernel, "__call__", _begun),
+        ):
+            jax.eval_shape(lambda leaves: run(**inputs_of(leaves)), leaves)
     except NotImplementedError:
         return False
+    except _BegunError:
+        pass
     return True
+
+
+@functools.cache
+def _shapes(case: Case) -> tuple[list[Any], Any]:
+    """Shapes of the arrays of a case's inputs, and what makes the inputs of such arrays."""
+    kept: list[Any] = []
+
+    def build() -> list[Any]:
+        inputs = case.inputs()
+        there = {k: v for k, v in inputs.items() if jax.tree.leaves(v) and _traced(v)}
+        leaves, tree = jax.tree.flatten(there)
+        kept.extend((tree, {k: v for k, v in inputs.items() if k not in there}))
+        return leaves
+
+    shapes = jax.eval_shape(build)
+    tree, static = kept
+    return shapes, lambda leaves: tree.unflatten(leaves) | static
+
+
+class _BegunError(Exception):
+    """An implementation did not refuse."""
+
+
+def _begun(*_: Any, **__: Any) -> None:
+    raise _BegunError
 
 
 def call(function: Any, inputs: Mapping[str, Any], implementation: str | None = None) -> Any:
     """`function(**inputs)` compiled: arrays are arguments, the rest is static."""
     with runs_here(implementation):
-        return _evaluate(lambda f, x: jax.jit(f)(x), function, inputs, implementation)
-
-
-def _evaluate(how: Any, function: Any, inputs: Mapping[str, Any], implementation: Any) -> Any:
-    arrays = {k: v for k, v in inputs.items() if jax.tree.leaves(v) and _traced(v)}
-    static = {k: v for k, v in inputs.items() if k not in arrays}
-    run = functools.partial(function, **static, implementation=implementation)
-    return how(lambda given: run(**given), arrays)
+        arrays = {k: v for k, v in inputs.items() if jax.tree.leaves(v) and _traced(v)}
+        static = {k: v for k, v in inputs.items() if k not in arrays}
+        run = functools.partial(function, **static, implementation=implementation)
+        return jax.jit(lambda given: run(**given))(arrays)
 
 
 def runs_here(implementation: str | None) -> contextlib.AbstractContextManager[None]:
