@@ -8,7 +8,7 @@ rows and columns. The triangular system is inverted in float32 and kept to 22 bi
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_kernels import DECAY_FLOOR, _log1p
+from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR, exp, log1p
 
 # tokens of a chunk: the rows of one tensor-core instruction
 CHUNK = tl.constexpr(64)
@@ -20,22 +20,6 @@ SCALE = tl.constexpr(4096.0)
 _UNIT_EPS = tl.constexpr(1e-6)
 # grid on which sums of 64 decays are exact in float32: 88 * 64 < 2**13
 _GRID = tl.constexpr(1024.0)
-
-
-@triton.jit
-def exp(x):
-    """`exp(x)`, below the normal numbers 0: four instructions less than where those are kept."""
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
-    )
-
-
-@triton.jit
-def silu(x):
-    """`x sigmoid(x)` by the hardware's reciprocal, which is exact to 2**-23."""
-    return x * tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exp(-x)], tl.float32, True, 1
-    )
 
 
 @triton.jit
@@ -64,7 +48,7 @@ def _gates(a, b, a_log, dt_bias, row, head, t, n, T: tl.constexpr, V: tl.constex
     at = (row * T + t) * V + head
     g = tl.load(a + at, mask=here, other=0.0).to(tl.float32)
     g += tl.load(dt_bias + head).to(tl.float32)
-    g = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
+    g = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
     g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
     beta = tl.sigmoid(tl.load(b + at, mask=here, other=0.0).to(tl.float32))
     return tl.where(here, tl.maximum(g, DECAY_FLOOR), 0.0), tl.where(here, beta, 0.0)
