@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false
 """What the Triton kernels of Gated DeltaNet share: elementary functions."""
 
 import triton
