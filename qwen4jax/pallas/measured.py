@@ -31,7 +31,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "compress_and_store.prepare_and_store": _TRITON,
         "ple.embed": _TRITON,
         "ple.mix": _FEW_TRITON,
-        "gated_delta.step": ((_DECODE, ("triton",)), (_VERIFY, ("triton_16_warps", "triton"))),
+        "gated_delta.step": ((_VERIFY, ("triton",)),),
         "gated_delta.commit": _FEW_TRITON,
         "gated_delta.chunks": _TRITON,
     }

@@ -12,7 +12,6 @@ all of them by a triangular system, then outputs and state by matrix products. T
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spec section 6.
 """
 
-import functools
 from typing import Any
 
 from flax import struct
@@ -48,21 +47,18 @@ class Factors(struct.PyTreeNode):
     decay: Float[Array, "B T V"]
 
 
-_TRITON = "qwen4jax.pallas.gated_delta.triton_kernels."
+_TRITON_STEP = "qwen4jax.pallas.gated_delta.triton_step.step"
 _TRITON_COMMIT = "qwen4jax.pallas.gated_delta.triton_commit.commit"
 _TRITON_CHUNKS = "qwen4jax.pallas.gated_delta.triton_chunks.chunks"
 _TMA: dict[str, Any] = {
     "devices": r"H100|H200|GH200|GB?[23]00",
     "devices_text": "a GPU that has TMA, Hopper or later",
 }
-_STEP_KERNEL = functools.partial(Kernel, needs=("triton",), refuses=limits.step)
 STEP = Operation(
     "gated_delta.step",
     {
         "reference": reference.step,
-        "triton": _STEP_KERNEL(_TRITON + "step"),
-        "triton_columns": _STEP_KERNEL("qwen4jax.pallas.gated_delta.triton_columns.step"),
-        "triton_16_warps": _STEP_KERNEL(_TRITON + "step_16_warps"),
+        "triton": Kernel(_TRITON_STEP, needs=("triton",), refuses=limits.step),
         "mosaic": Kernel(
             "qwen4jax.pallas.gated_delta.mosaic_step.step", refuses=limits.mosaic_step, **_TMA
         ),

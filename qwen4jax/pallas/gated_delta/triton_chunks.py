@@ -26,14 +26,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_kernels import _gated
+from qwen4jax.pallas.gated_delta.triton_math import silu
 from qwen4jax.pallas.gated_delta.triton_prepare import (
     CHUNK,
     SCALE,
     exponent_of,
     power,
     prepare_kernel,
-    silu,
     split,
 )
 from qwen4jax.pallas.triton_call import triton_call
@@ -185,6 +184,16 @@ def recur_kernel(
         solve_at += V * 2 * CHUNK * CHUNK
         scales_at += V * 4 * CHUNK
     tl.store(own, tl.trans(s))
+
+
+@triton.jit
+def _gated(out, z, norm, eps, E: tl.constexpr, SIGMOID: tl.constexpr):
+    """Output norm of [places, E] with its gain, times the activated gate."""
+    scale = tl.rsqrt(tl.sum(out * out, axis=1) / E + eps)
+    gate = tl.sigmoid(z)
+    if not SIGMOID:
+        gate = gate * z
+    return out * scale[:, None] * norm[None, :] * gate
 
 
 @triton.jit

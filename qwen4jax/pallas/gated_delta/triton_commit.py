@@ -13,7 +13,7 @@ import jax
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_kernels import DECAY_FLOOR
+from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR
 from qwen4jax.pallas.triton_call import default_route, triton_call
 
 

@@ -8,7 +8,7 @@ rows and columns. The triangular system is inverted in float32 and kept to 22 bi
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_kernels import DECAY_FLOOR, _log1p
+from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR, exp, log1p
 
 # tokens of a chunk: the rows of one tensor-core instruction
 CHUNK = tl.constexpr(64)
@@ -20,22 +20,6 @@ SCALE = tl.constexpr(4096.0)
 _UNIT_EPS = tl.constexpr(1e-6)
 # grid on which sums of 64 decays are exact in float32: 88 * 64 < 2**13
 _GRID = tl.constexpr(1024.0)
-
-
-@triton.jit
-def exp(x):
-    """`exp(x)`, below the normal numbers 0: four instructions less than where those are kept."""
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
-    )
-
-
-@triton.jit
-def silu(x):
-    """`x sigmoid(x)` by the hardware's reciprocal, which is exact to 2**-23."""
-    return x * tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exp(-x)], tl.float32, True, 1
-    )
 
 
 @triton.jit
@@ -58,15 +42,12 @@ def exponent_of(x):
 
 
 @triton.jit
-def _gates(a, b, a_log, dt_bias, row, head, t, n, T: tl.constexpr, V: tl.constexpr):
-    """Log decay and step size of tokens `t`; neutral from `n` on."""
-    here = t < n
-    at = (row * T + t) * V + head
-    g = tl.load(a + at, mask=here, other=0.0).to(tl.float32)
-    g += tl.load(dt_bias + head).to(tl.float32)
-    g = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
-    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
-    beta = tl.sigmoid(tl.load(b + at, mask=here, other=0.0).to(tl.float32))
+def _gates(a, b, a_log, dt_bias, here):
+    """Log decay and step size of tokens from their logits; neutral where none is `here`."""
+    g = a.to(tl.float32) + dt_bias.to(tl.float32)
+    g = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
+    g = -tl.exp(a_log.to(tl.float32)) * g
+    beta = tl.sigmoid(b.to(tl.float32))
     return tl.where(here, tl.maximum(g, DECAY_FLOOR), 0.0), tl.where(here, beta, 0.0)
 
 
@@ -168,27 +149,33 @@ def prepare_kernel(
     `mixing` has the products of queries with keys; `scales` the factors of rows.
     """
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tl.arange(0, CHUNK)
+    tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
+    key_head, kk = head // (V // H), tl.arange(0, K)
+    # all at once, as a load behind a branch waits for those before it; keys too would be more than
+    # the registers of three programs on a multiprocessor
     n = tl.load(count + row)
+    at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
+    q = tl.load(at)
+    token = chunk * CHUNK + t
+    gate = (row * T + token) * V + head
+    a = tl.load(a + gate, mask=token < T, other=0.0)
+    b = tl.load(b + gate, mask=token < T, other=0.0)
+    a_log, dt_bias = tl.load(a_log + head), tl.load(dt_bias + head)
     if chunk * CHUNK < n:
-        t = tl.arange(0, CHUNK)
-        tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
-        key_head, kk = head // (V // H), tl.arange(0, K)
-        at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
         to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
         first = head % (V // H) == 0
-        q = tl.load(at)
         q_unit, q_rest = _narrow(q, to, first)
         k = tl.load(at + H * K)
         k_unit, k_rest = _narrow(k, to + H * K, first)
 
-        g, beta = _gates(a, b, a_log, dt_bias, row, head, chunk * CHUNK + t, n, T, V)
+        g, beta = _gates(a, b, a_log, dt_bias, token < n)
         # sums of the coarse parts are exact and those of the rest small: a difference of two sums
         # is then as good as a sum of the tokens between them
         coarse = tl.floor(g * _GRID + 0.5) / _GRID
-        fine = tl.cumsum(g - coarse, axis=0)
-        total_fine = tl.sum(g - coarse, axis=0)
-        total_coarse = tl.sum(coarse, axis=0)
-        coarse = tl.cumsum(coarse, axis=0)
+        parts = tl.join(coarse, g - coarse)
+        total_coarse, total_fine = tl.sum(parts, axis=0).split()
+        coarse, fine = tl.cumsum(parts, axis=0).split()
         since = exp(coarse + fine)
         rest = exp(tl.minimum((total_coarse - coarse) + (total_fine - fine), 0.0))
         between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])

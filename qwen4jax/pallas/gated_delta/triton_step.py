@@ -12,6 +12,10 @@ of a thread. What all threads need, the convolved queries and keys, the products
 and the gates, goes through a few KiB of global memory, read back as broadcasts of 16 bytes: as
 tensors Triton would compute them anew in each thread, or move them through shared memory for every
 use. All of that is done while the state is on its way, and 8 barriers are left.
+
+A multiprocessor's loads return 128 bytes a clock, so such a broadcast to a warp takes 4 clocks. In
+float32 the queries and keys of 4 tokens would be 4,096 clocks of them, and the pass over the state
+took as long (2.5 us); in bfloat16, where they are exact, half of that, as much as the arithmetic.
 """
 
 import jax
@@ -19,8 +23,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_kernels import DECAY_FLOOR, _log1p
-from qwen4jax.pallas.gated_delta.triton_prepare import exp, silu
+from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR, exp, log1p, silu
 from qwen4jax.pallas.triton_call import triton_call
 
 _UNIT_EPS = tl.constexpr(1e-6)
@@ -68,25 +71,42 @@ def _keep(window, x, row, channel, C: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _split(x, N: tl.constexpr, W: tl.constexpr):
-    """The `W` columns of [N, W], 2 or 4, which a thread has side by side."""
-    if W == 2:
-        columns = x.split()
+    """The `W` columns of [N, W], up to 8, which a thread has side by side."""
+    if W == 1:
+        columns = (x.reshape(N),)
     else:
-        even, odd = x.reshape(N, 2, 2).split()
-        first, third = even.split()
-        second, fourth = odd.split()
-        columns = (first, second, third, fourth)
+        even, odd = x.reshape(N, W // 2, 2).split()
+        even, odd = _split(even, N, W // 2), _split(odd, N, W // 2)
+        columns = ()
+        for i in tl.static_range(W // 2):
+            columns = columns + (even[i], odd[i])  # noqa: RUF005
     return columns
 
 
 @triton.jit
 def _joined(x, N: tl.constexpr, W: tl.constexpr):
     """`_split` backwards."""
-    if W == 2:
-        columns = tl.join(x[0], x[1])
+    if W == 1:
+        columns = x[0].reshape(N, 1)
     else:
-        columns = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])).reshape(N, 4)
+        even, odd = (), ()
+        for i in tl.static_range(W // 2):
+            even = even + (x[2 * i],)  # noqa: RUF005
+            odd = odd + (x[2 * i + 1],)  # noqa: RUF005
+        even, odd = _joined(even, N, W // 2), _joined(odd, N, W // 2)
+        columns = tl.join(even, odd).reshape(N, W)
     return columns
+
+
+@triton.jit
+def _both(q, k, T: tl.constexpr, TP: tl.constexpr, K: tl.constexpr):
+    """[K, 2 TP] of the queries and the keys of `T` tokens; what is past them nobody reads."""
+    columns = ()
+    for t in tl.static_range(TP):
+        columns = columns + (q[t if t < T else 0],)  # noqa: RUF005
+    for t in tl.static_range(TP):
+        columns = columns + (k[t if t < T else 0],)  # noqa: RUF005
+    return _joined(columns, K, 2 * TP)
 
 
 @triton.jit
@@ -112,7 +132,7 @@ def _normed(
 def _log_decay(a, a_log, dt_bias, head, at, live):
     g = tl.load(a + at, mask=live, other=0.0).to(tl.float32)
     g += tl.load(dt_bias + head).to(tl.float32)
-    g = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
+    g = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
     return -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
 
 
@@ -157,9 +177,11 @@ def column_kernel(
     k_at = H * K + q_at
     live, gates = t_ < T, (row * T + t_) * V + head
     first = (row * T * V + head) * E + e
-    x = scratch + (row * V + head).to(tl.int64) * SIZE
-    pairs = x + K * W
+    pairs = scratch + (row * V + head).to(tl.int64) * SIZE
     factors = pairs + _PAIRS * _PAIRS
+    # a load returns 128 bytes a clock, also of one address: bfloat16 halves what this waits for
+    packed: tl.constexpr = qkv.dtype.element_ty == tl.bfloat16 and TP > 1
+    x = (factors + W).to(tl.pointer_type(tl.bfloat16 if packed else tl.float32), bitcast=True)
 
     # before the 64 KiB of the state, behind which they would wait
     q_raw, q_taps = _raw(qkv, conv, row, q_at, T, C, J), _taps(taps, q_at, J)
@@ -179,9 +201,9 @@ def column_kernel(
         z_raw = z_raw + (tl.load(z + first + t * V * E),)  # noqa: RUF005
 
     q, k = _convolved(q_raw, q_taps, T, J), _convolved(k_raw, k_taps, T, J)
-    for t in tl.static_range(T):
-        tl.store(x + kk * W + t, q[t])
-        tl.store(x + kk * W + TP + t, k[t])
+    # by 16 bytes: one by one, the stores to neighbouring columns would queue for hundreds of clocks
+    both = _both(q, k, T, TP, K).to(x.dtype.element_ty)
+    tl.store(x + kk[:, None] * W + tl.arange(0, W)[None, :], both)
     tl.store(factors + t_, exp(tl.maximum(g, DECAY_FLOOR)))
     tl.store(factors + TP + t_, tl.sigmoid(beta))
     tl.debug_barrier()
@@ -198,24 +220,40 @@ def column_kernel(
     tl.debug_barrier()
 
     # all that waits for the state
-    side: tl.constexpr = 4 if W >= 4 else W
+    words: tl.constexpr = W // 2 if packed else W
+    side: tl.constexpr = 4 if words > 4 else words
+    at = x.to(tl.pointer_type(tl.int32), bitcast=True)
     beside = tl.arange(0, side)[None, None, :]
-    beside += (tl.arange(0, R)[:, None] * S + tl.arange(0, S * E)[None, :] // E)[:, :, None] * W
+    beside += (tl.arange(0, R)[:, None] * S + tl.arange(0, S * E)[None, :] // E)[:, :, None] * words
     sums = ()
     for _ in tl.static_range(W // side):
         sums = sums + (tl.zeros((R, S * E, side), tl.float32),)  # noqa: RUF005
     for i in tl.static_range(K // (R * S)):
         more = ()
-        for p in tl.static_range(W // side):
-            both = tl.load(x + (i * R * S * W + p * side) + beside)
-            more = more + (tl.fma(s[i][:, :, None], both, sums[p]),)  # noqa: RUF005
+        for p in tl.static_range(words // side):
+            word = tl.load(at + (i * R * S * words + p * side) + beside)
+            if packed:
+                even = (word << 16).to(tl.float32, bitcast=True)
+                odd = (word & -65536).to(tl.float32, bitcast=True)
+                even = tl.fma(s[i][:, :, None], even, sums[2 * p])
+                odd = tl.fma(s[i][:, :, None], odd, sums[2 * p + 1])
+                more = more + (even, odd)  # noqa: RUF005
+            else:
+                one = word.to(tl.float32, bitcast=True)
+                more = more + (tl.fma(s[i][:, :, None], one, sums[p]),)  # noqa: RUF005
         sums = more
-    read = ()
+    columns = ()
     for p in tl.static_range(W // side):
         together = tl.sum(sums[p], axis=0)
         if S > 1:
             together = tl.sum(together.reshape(S, E, side), axis=0)
-        read = read + _split(together, E, side)
+        columns = columns + (_split(together, E, side),)  # noqa: RUF005
+    read = ()
+    for i in tl.static_range(W):
+        if packed:
+            read = read + (columns[i // (2 * side) * 2 + i % 2][i // 2 % side],)  # noqa: RUF005
+        else:
+            read = read + (columns[i // side][i % side],)  # noqa: RUF005
 
     k_unit, between, d, o = (), (), (), ()
     since = 1.0
@@ -249,8 +287,10 @@ def column_kernel(
             tl.store(key + ((row * T + t) * H + key_head) * K + kk, k[t] * k_unit[t])
 
 
-# threads of a column, and rows of one tensor. One thread alone has more to hold than registers
-_SHARE, _ROWS = 2, 4
+# tokens -> threads of a column: what compiles without spills
+_SHARE = {1: 1, 2: 1, 4: 1, 8: 2}
+# rows of one tensor
+_ROWS = 4
 
 
 def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
@@ -259,7 +299,7 @@ def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
     _, heads, key, value = state.recurrent.shape
     taps = weights.conv1d.shape[1]
     padded = triton.next_power_of_2(places)
-    share = min(_SHARE, key)
+    share = min(_SHARE[padded], key)
     size = 2 * padded * (key + 1) + _PAIRS.value**2
     shape = jax.ShapeDtypeStruct
     return triton_call(
