@@ -12,6 +12,7 @@ import triton.language as tl
 from qwen4jax.pallas.moe.triton_groups import members
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
+    FENCED,
     NVFP4,
     PRODUCT_UP,
     SHARED_AHEAD,
@@ -64,7 +65,12 @@ def _down(
         elif BLOCK + 1 < BLOCKS:
             loaded = loaded + load_chunk(w, s, FIRST + JUMP + i, F, C, L, FORM, False, W)
         chunk = load_tokens(hs + i * C, C, W)
-        acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
+        if FENCED and FORM == NVFP4:
+            tl.debug_barrier()
+            if tl.program_id(0) < 65536:
+                acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
+        else:
+            acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
     later = ()
     if BLOCK + 1 < BLOCKS:
         for i in tl.static_range(2 * AHEAD):

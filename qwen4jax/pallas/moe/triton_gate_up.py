@@ -24,6 +24,7 @@ from qwen4jax.pallas.moe.triton_ask import ask
 from qwen4jax.pallas.moe.triton_groups import members
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
+    FENCED,
     NVFP4,
     PRODUCT_UP,
     SHARED_AHEAD,
@@ -95,9 +96,17 @@ def _gate_up(
         if FIRST + i + AHEAD < LAST:
             more = _load_pair(gate, gate_scale, up, up_scale, FIRST + i + AHEAD, D, C, L, FORM, W)
             loaded = loaded + more
-        chunk = load_tokens(xs + i * (C * W), C, W)
-        g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
-        u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
+        if FENCED and FORM == NVFP4:
+            chunk = load_tokens(xs + i * (C * W), C, W)
+            # asked for before the products of this step, which a branch keeps below
+            tl.debug_barrier()
+            if tl.program_id(0) < 65536:
+                g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
+                u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
+        else:
+            chunk = load_tokens(xs + i * (C * W), C, W)
+            g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
+            u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
     later = ()
     if FIRST + STEPS < LAST:
         for i in tl.static_range(4 * AHEAD):

@@ -19,10 +19,12 @@ from qwen4jax.pallas.triton_call import triton_call
 AHEAD_FEW = 1, 2
 AHEAD_LISTED = 2, 3
 # tokens up to which gate/up has the cache get what down reads: 39 MB for 4 in NVFP4
-ASK_TOKENS = 4
+ASK_TOKENS = 0
 # tiles of rows of a program, with few tokens and with tiles from a list
 GATE_UP_ROWS = 1, 1
 DOWN_BLOCKS = 1, 1
+# of a thread of gate/up and of down
+REGISTERS = (0, 0), (0, 0)
 
 
 def route(logits, k, *, renormalize):
@@ -137,6 +139,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         ),
         grid=(width // (16 * many), places + groups * (many - 1)),
         num_warps=warps,
+        max_registers=REGISTERS[listed][0],
         W=warps,
         AHEAD=min(gate_up_ahead, hidden // (columns * warps)),
         COUNTERS=counters,
@@ -161,6 +164,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         out=(counter, jax.ShapeDtypeStruct((rows, hidden), jnp.float32), total),
         grid=(blocks // many, places),
         num_warps=warps,
+        max_registers=REGISTERS[listed][1],
         aliases={9: 0},
         W=warps,
         AHEAD=min(down_ahead, width // columns),

@@ -101,14 +101,16 @@ def tile_rows(pairs: int, experts_: int) -> int:
 def ordered(x: jax.Array, form: str) -> jax.Array:
     """Columns of activations in the order of the decoded weights' (`triton_many_products.py`)."""
     if form == "nvfp4":
-        # t, i1, second, h, i0, p
-        split, order = (4, 2, 2, 2, 2, 2), (4, 3, 6, 5, 2, 7)
+        # t, i1, second, h, i0 of pairs of columns
+        split, order = (4, 2, 2, 2, 2), (3, 2, 5, 4, 1)
     elif form == "fp8":
-        # t, i, h, p
-        split, order = (4, 4, 2, 2), (3, 4, 2, 5)
+        # t, i, h
+        split, order = (4, 4, 2), (2, 3, 1)
     else:
         return x
-    return x.reshape(x.shape[0], -1, *split).transpose(0, 1, *order).reshape(x.shape)
+    # pairs stay together; XLA takes minutes to compile a transpose of eight axes
+    pairs = jax.lax.bitcast_convert_type(x.reshape(-1, *split, 2), jnp.uint32)
+    return jax.lax.bitcast_convert_type(pairs.transpose(0, *order), x.dtype).reshape(x.shape)
 
 
 def lists(ids: jax.Array, experts_: int, rows: int) -> tuple[jax.Array, jax.Array]:

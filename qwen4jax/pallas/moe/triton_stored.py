@@ -50,6 +50,7 @@ BF16 = tl.constexpr("bf16")
 # of a shared expert in bfloat16: columns of a chunk, and steps that are asked for ahead
 SHARED_CHUNK = tl.constexpr(32)
 SHARED_AHEAD = tl.constexpr(4)
+FENCED = tl.constexpr(False)
 
 
 @triton.jit
