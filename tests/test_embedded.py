@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ def served() -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.embedded_run"],
         cwd=ROOT,
+        # it runs ten times as long as it compiles unless loops are optimised
+        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=1"},
         capture_output=True,
         text=True,
         check=False,

@@ -47,22 +47,19 @@ def test_ids_are_streamed(checkpoint: str, capsys):
     )
 
 
-def test_drafts_among_the_lowest_ids(checkpoint: str, capsys, monkeypatch):
-    drafted, whole = [], load.load_and_report
+def test_options_of_the_model_reach_the_loader(checkpoint: str, capsys, monkeypatch):
+    """What the loader makes of them is its own tests' subject."""
+    given: dict[str, Any] = {}
 
-    def loaded(*args: Any, **kwargs: Any):
-        params, report = whole(*args, **kwargs)
-        assert params.mtp is not None
-        assert params.mtp.lm_head is not None
-        drafted.append(params.mtp.lm_head.shape[0])
-        return params, report
+    def loaded(_: str, **options: Any):
+        given.update(options)
+        raise ValueError("enough")
 
     monkeypatch.setattr(load, "load_and_report", loaded)
-    arguments = "--ids 5,6,7 --max-new-tokens 8 --draft-vocab 100".split()
-    assert command.main([checkpoint, *arguments]) == 0
-    (want,) = plain([[5, 6, 7]], [SHORT], eos_ids=(MODEL.eos_token_id,))
-    assert [int(word) for word in capsys.readouterr().out.split()] == want.ids
-    assert drafted == [100]
+    options = "--draft-vocab 100 --draft-weights fp8 --table host --dtype float32".split()
+    assert command.main([checkpoint, "--ids", "5,6,7", *options]) == 2
+    assert "enough" in capsys.readouterr().err
+    assert given == dict(draft_vocab=100, draft_weights="fp8", table="host", dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,14 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def start(model: Path, shared: Path) -> Callable[..., RunningServer]:
-    """Starts a server with flags of its own."""
+    """Starts a server with flags of its own.
+
+    What it compiles once for all servers of the run, it runs often: loops are optimised.
+    """
+    optimised = "--xla_backend_optimization_level=1"
 
     def started(*flags: str, model: Path = model) -> RunningServer:
-        return RunningServer(model, shared / "programs", *flags)
+        return RunningServer(model, shared / "programs", *flags, xla_flags=optimised)
 
     return started
 

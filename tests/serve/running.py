@@ -30,11 +30,12 @@ PATIENCE = 300.0
 class RunningServer:
     """`python -m qwen4jax.serve` on free ports."""
 
-    def __init__(self, model: Path, cache: Path, *flags: str):
+    def __init__(self, model: Path, cache: Path, *flags: str, xla_flags: str | None = None):
         given = ["--model", str(model), "--compilation-cache", str(cache), "--port", "0"]
         command = [sys.executable, "-m", "qwen4jax.serve", *given, *SIZES, "--test-faults", *flags]
+        own = {} if xla_flags is None else {"XLA_FLAGS": xla_flags}
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | own
         )
         self.lines: list[dict[str, Any]] = []
         self.noise: list[str] = []
