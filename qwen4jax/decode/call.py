@@ -16,7 +16,7 @@ from qwen4jax.decode.text import Tokenizer
 from qwen4jax.params import Params
 from qwen4jax.state import MAX_DRAFT, AttentionCache, DecodeState, abstract_state
 
-_CHUNKS = (16, 64, 256, 512)
+_CHUNKS = (16, 64, 256, 512, 1024, 2048)
 _KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
 

@@ -34,7 +34,7 @@ _WORK = int(2 * GB)
 # to 4 rows, which stay below `prefill_bytes` (2.2 GB of 2.7 for 24 layers and 8,192 tokens)
 _STREAMS_A_TOKEN, _HIDDEN_A_LAYER = 5.5, 1.4
 # rows and tokens of a step of many prompts, as `generate` has it
-USUAL_PREFILL = (4, 512)
+USUAL_PREFILL = (4, 2048)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ def longest_context(
 
 
 def report(
-    config: Config, memory: int, slots: Sequence[int], drafts: int = 3, chunk: int = 512
+    config: Config, memory: int, slots: Sequence[int], drafts: int = 3, chunk: int = 2048
 ) -> str:
     """The longest contexts as a Markdown table; `memory` in bytes, `chunk` of prompts in tokens."""
     weights, rows = weight_bytes(config)
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", metavar="GB", type=float, default=138.0, help="usable (138)")
     parser.add_argument("--slots", metavar="N", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--draft", metavar="N", type=int, default=3, help="tokens per round (3)")
-    parser.add_argument("--chunk", metavar="N", type=int, default=512, help="of prompts (512)")
+    parser.add_argument("--chunk", metavar="N", type=int, default=2048, help="of prompts (2048)")
     parser.add_argument("--draft-weights", choices=("fp8", "nvfp4"), help="default: as stored")
     parser.add_argument("--draft-vocab", metavar="N", type=int, help="draft among the N lowest ids")
     args = parser.parse_args(argv)

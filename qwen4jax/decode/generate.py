@@ -45,7 +45,7 @@ def generate(
     capture: Sequence[str] = (),
     keep_state: bool = False,
     slots: int = 8,
-    chunk: int = 256,
+    chunk: int = 2048,
     kv_dtype: str | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -141,7 +141,7 @@ def stream(
     state: DecodeState | None = None,
     logprobs: bool = False,
     slots: int = 8,
-    chunk: int = 256,
+    chunk: int = 2048,
     kv_dtype: str | None = None,
 ) -> Iterator[Delta]:
     """As `generate`, one `Delta` per burst of a request; closing the iterator frees everything.
@@ -164,7 +164,7 @@ def prefill(
     max_length: int | None = None,
     draft: int | None = None,
     tokenizer: Any = None,
-    chunk: int = 256,
+    chunk: int = 2048,
     kv_dtype: str | None = None,
 ) -> DecodeState:
     """The state after a prompt, to be continued by `generate(params, ..., state=...)`.
