@@ -12,7 +12,6 @@ import triton.language as tl
 from qwen4jax.pallas.moe.triton_groups import members
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
-    FENCED,
     NVFP4,
     PRODUCT_UP,
     SHARED_AHEAD,
@@ -41,42 +40,21 @@ def _down(
     W: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """Products [W, 16, 8] of 16 rows a warp with the hidden values of 8 pairs, and what is loaded.
-
-    The rows are block BLOCK of BLOCKS; `early` are their first EARLY steps, and the last AHEAD of
-    what is loaded are those of the next block, if there is one.
-    """
+    """Products [W, 16, 8] of 16 rows a warp with the hidden values of 8 pairs."""
     loaded = early
     for i in tl.static_range(EARLY, AHEAD):
-        loaded = loaded + load_chunk(w, s, BLOCK * W * (F // C) + i, F, C, L, FORM, False, W)
+        loaded = loaded + load_chunk(w, s, i, F, C, L, FORM, False, W)
     all_pairs = tl.reshape(tl.broadcast_to(pairs[None, :], (W, 8)), (8 * W, 1))
     hs = hidden + tl.maximum(all_pairs, 0) * F + lane_columns(C)[None, :]
     acc = tl.zeros((W, 16, 8), tl.float32)
     STEPS: tl.constexpr = F // C
-    # of the next block's, which lies behind the warps' tiles of this one
-    JUMP: tl.constexpr = (W - 1) * STEPS
-    FIRST: tl.constexpr = BLOCK * W * STEPS + AHEAD
     for i in tl.static_range(STEPS):
         if i + AHEAD < STEPS:
-            loaded = loaded + load_chunk(w, s, FIRST + i, F, C, L, FORM, False, W)
-        elif BLOCK + 1 < BLOCKS:
-            loaded = loaded + load_chunk(w, s, FIRST + JUMP + i, F, C, L, FORM, False, W)
+            loaded = loaded + load_chunk(w, s, i + AHEAD, F, C, L, FORM, False, W)
         chunk = load_tokens(hs + i * C, C, W)
-        if FENCED and FORM == NVFP4:
-            tl.debug_barrier()
-            if tl.program_id(0) < 65536:
-                acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
-        else:
-            acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
-    later = ()
-    if BLOCK + 1 < BLOCKS:
-        for i in tl.static_range(2 * AHEAD):
-            one = (loaded[2 * STEPS + i],)
-            later = later + one
-    return acc, later
+        acc = product(loaded[2 * i], loaded[2 * i + 1], chunk, acc, FORM, W)
+    return acc
 
 
 @triton.jit
@@ -106,7 +84,7 @@ def _shared_down(
     C: tl.constexpr = SHARED_CHUNK
     w = weight_pointers(down, row, F, C, C, False, W)
     AHEAD: tl.constexpr = min(SHARED_AHEAD, F // C)
-    acc, _ = _down(hidden, pairs, w, w, (), F, C, C, BF16, W, 0, AHEAD, 0, 1)
+    acc = _down(hidden, pairs, w, w, (), F, C, C, BF16, W, 0, AHEAD)
     _store_parts(parts, acc, pairs, row, D, W)
 
 
@@ -130,9 +108,8 @@ def _routed_down(
     W: tl.constexpr,
     AHEAD: tl.constexpr,
     LISTED: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """16 W BLOCKS columns of the parts of a tile of pairs, if there is one."""
+    """16 W columns of the parts of a tile of pairs, if there is one."""
     weight, scale, scale_2 = stored
     chosen = tl.load(ids + place)
     expert = chosen.to(tl.int64)
@@ -148,29 +125,10 @@ def _routed_down(
     else:
         lead, pairs = members(ids, expert, place, T, K, 8, KP)
     if lead:
+        acc = _down(hidden, pairs, w, s, early, F, C, L, FORM, W, EARLY, AHEAD)
         if FORM == NVFP4:
-            factor = tl.load(scale_2 + expert) * PRODUCT_UP
-        held = early
-        for b in tl.static_range(BLOCKS):
-            acc, held = _down(
-                hidden,
-                pairs,
-                w,
-                s,
-                held,
-                F,
-                C,
-                L,
-                FORM,
-                W,
-                EARLY if b == 0 else AHEAD,
-                AHEAD,
-                b,
-                BLOCKS,
-            )
-            if FORM == NVFP4:
-                acc *= factor
-            _store_parts(parts, acc, pairs, row + b * (16 * W), D, W)
+            acc *= tl.load(scale_2 + expert) * PRODUCT_UP
+        _store_parts(parts, acc, pairs, row, D, W)
 
 
 @triton.jit
@@ -202,12 +160,11 @@ def down_kernel(
     LISTED: tl.constexpr,
     SUM: tl.constexpr,
     PLACES: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """parts[p] = down hidden[p], 16 W BLOCKS rows a program, 16 a warp: grid (D/rows, PLACES).
+    """parts[p] = down hidden[p], 16 W rows a program, 16 a warp: grid (D/(16 W), PLACES).
 
     If SUM also `out`: the sum of each token's parts, by the last program of each 16 W
-    BLOCKS columns. All of them count, those that have nothing to do too.
+    columns. All of them count, those that have nothing to do too.
 
     Args:
         hidden: of `gate_up_kernel`, as are the arguments named like its.
@@ -219,7 +176,7 @@ def down_kernel(
         shared_down: [D, F].
         weights: of each choice [T, K].
         logit: of the shared expert's share [T].
-        counter: a zero for each column of programs.
+        counter: a zero for each 16 W columns.
         parts: [T K + T, D], the shared expert's last.
         out: [T, D].
         T: tokens.
@@ -237,14 +194,12 @@ def down_kernel(
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         SUM: whether to add up; otherwise `out` is left as it is.
         PLACES: SHARED and tiles.
-        BLOCKS: of 16 W rows of a program, one after the other. 1 but for NVFP4.
     """
     block, place = tl.program_id(0), tl.program_id(1) - SHARED
-    row = block * (16 * W * BLOCKS)
+    row = block * (16 * W)
     if place < 0:
         first = (place + SHARED) * 8
-        for b in range(BLOCKS):
-            _shared_down(hidden, shared_down, parts, row + b * (16 * W), first, T, K, D, F, W)
+        _shared_down(hidden, shared_down, parts, row, first, T, K, D, F, W)
     else:
         stored = (weight, scale, scale_2)
         _routed_down(
@@ -266,16 +221,14 @@ def down_kernel(
             W,
             AHEAD,
             LISTED,
-            BLOCKS,
         )
     if SUM:
         # every thread's parts before the count
         tl.debug_barrier()
         if tl.atomic_add(counter + block, 1, sem="acq_rel") == PLACES - 1:
+            at = row + tl.arange(0, 16 * W)
             t = tl.arange(0, TP)
             own = parts + T * K * D
-            for b in range(BLOCKS):
-                at = row + b * (16 * W) + tl.arange(0, 16 * W)
-                y = total(parts, own, weights, logit, t, at, t < T, at < D, K, D, SHARED)
-                to = out + t[:, None] * D + at[None, :]
-                tl.store(to, y.to(out.dtype.element_ty), (t < T)[:, None])
+            y = total(parts, own, weights, logit, t, at, t < T, at < D, K, D, SHARED)
+            to = out + t[:, None] * D + at[None, :]
+            tl.store(to, y.to(out.dtype.element_ty), (t < T)[:, None])

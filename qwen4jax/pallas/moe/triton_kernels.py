@@ -18,13 +18,6 @@ from qwen4jax.pallas.triton_call import triton_call
 # tiles from a list, which keep the GPU's memory busy for longer than it takes to fill registers
 AHEAD_FEW = 1, 2
 AHEAD_LISTED = 2, 3
-# tokens up to which gate/up has the cache get what down reads: 39 MB for 4 in NVFP4
-ASK_TOKENS = 0
-# tiles of rows of a program, with few tokens and with tiles from a list
-GATE_UP_ROWS = 1, 1
-DOWN_BLOCKS = 1, 1
-# of a thread of gate/up and of down
-REGISTERS = (0, 0), (0, 0)
 
 
 def route(logits, k, *, renormalize):
@@ -121,35 +114,26 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     blocks = hidden // (16 * limits.DOWN_WARPS)
     counters = limits.power_of_2(blocks)
     warps = limits.split(hidden, columns)
-    many = GATE_UP_ROWS[listed] if form == "nvfp4" else 1
-    many = many if width % (16 * many) == 0 else 1
     h, counter = triton_call(
         x,
         *which,
         *limits.stored_arrays(gate_up),
         gate,
         up,
-        *limits.stored_arrays(down)[:2],
-        own_down,
         kernel=gate_up_kernel,
         name=f"experts_gate_up_{form}_{tokens}x{choices}x{width}x{hidden}",
         out=(
             jax.ShapeDtypeStruct((rows, width), x.dtype),
             jax.ShapeDtypeStruct((counters,), jnp.int32),
         ),
-        grid=(width // (16 * many), places + groups * (many - 1)),
+        grid=(width // 16, places),
         num_warps=warps,
-        max_registers=REGISTERS[listed][0],
         W=warps,
         AHEAD=min(gate_up_ahead, hidden // (columns * warps)),
         COUNTERS=counters,
-        ASK=tokens <= ASK_TOKENS,
-        ROWS=many,
         **common,
     )
     warps = limits.DOWN_WARPS
-    many = DOWN_BLOCKS[listed] if form == "nvfp4" else 1
-    many = many if blocks % many == 0 else 1
     total = jax.ShapeDtypeStruct(x.shape, out_dtype)
     _, parts, out = triton_call(
         h,
@@ -162,16 +146,14 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         kernel=down_kernel,
         name=f"experts_down_{form}_{tokens}x{choices}x{hidden}x{width}",
         out=(counter, jax.ShapeDtypeStruct((rows, hidden), jnp.float32), total),
-        grid=(blocks // many, places),
+        grid=(blocks, places),
         num_warps=warps,
-        max_registers=REGISTERS[listed][1],
         aliases={9: 0},
         W=warps,
         AHEAD=min(down_ahead, width // columns),
         TP=limits.power_of_2(tokens),
         SUM=summed,
         PLACES=places,
-        BLOCKS=many,
         **common,
     )
     if summed:

@@ -50,7 +50,9 @@ BF16 = tl.constexpr("bf16")
 # of a shared expert in bfloat16: columns of a chunk, and steps that are asked for ahead
 SHARED_CHUNK = tl.constexpr(32)
 SHARED_AHEAD = tl.constexpr(4)
-FENCED = tl.constexpr(False)
+# Weights are read once: they leave the level-1 cache to the tokens. An H200 takes 204.6 us instead
+# of 212.5 for 32 tokens, 48.8 instead of 49.2 for 4 (NVFP4, with the shared expert).
+ONCE = tl.constexpr("evict_first")
 
 
 @triton.jit
@@ -152,10 +154,11 @@ def load_chunk(
 ):
     """(weights, scales) for `product`, `step` chunks of each warp after the pointers'."""
     FIRST: tl.constexpr = step * W if SPLIT else step
-    weights = tl.load(w + FIRST * (16 * L if C == TILE_COLUMNS else L))
+    weights = tl.load(w + FIRST * (16 * L if C == TILE_COLUMNS else L), eviction_policy=ONCE)
     if FORM == NVFP4:
+        s += FIRST * 128
         # 8 rows down are 64 scales away
-        scales = tl.load(s + FIRST * 128), tl.load(s + FIRST * 128 + 64)
+        scales = tl.load(s, eviction_policy=ONCE), tl.load(s + 64, eviction_policy=ONCE)
     elif FORM == FP8:
         if SPLIT:
             scales = tl.load(s + (FIRST + tl.arange(0, W)) * C // 128)[:, None, None]
