@@ -26,36 +26,41 @@ from bench.kernels import failure, find_peers, finish
 from bench.operations import Operation
 from bench.record import append
 from bench.traffic import size
+from qwen4jax.pallas import counters
 from qwen4jax.pallas.gated_residual import BOUNDARY, boundary
 
 NAME = "gated_residual.chain"
 STREAMS = 4
+_STATE = "streams", "inject", "y", "counter"
 
 
 def step(
     streams: jax.Array,
     inject: jax.Array,
     y: jax.Array,
+    counter: jax.Array,
     weights: dict[str, jax.Array],
     *,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Streams, injection weights and input of the sublayer after one whose output is `y`."""
-    streams, x, given = boundary(
-        streams, (inject, y), **weights, eps=1e-6, implementation=implementation
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Streams, injection weights, input, counter of the sublayer after one whose output is `y`."""
+    pending = inject, y
+    streams, x, given, counter = boundary(
+        streams, pending, **weights, counter=counter, eps=1e-6, implementation=implementation
     )
     assert given is not None
-    return streams, given, x
+    return streams, given, x, counter
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "hidden"))
 def draw_state(key: jax.Array, rows: int, hidden: int) -> tuple[jax.Array, ...]:
-    """Random streams, injection weights and sublayer output of one token per row."""
+    """Random streams, injection weights and sublayer output of one token per row; a counter."""
     a, b, c = jax.random.split(key, 3)
     return (
         jax.random.normal(a, (rows, 1, STREAMS, hidden), jnp.bfloat16),
         2 * jax.random.uniform(b, (rows, 1, STREAMS)),
         jax.random.normal(c, (rows, 1, hidden), jnp.bfloat16),
+        counters.fresh(),
     )
 
 
@@ -107,7 +112,7 @@ def compile_chain(
 
 def named(state: tuple, bank: dict) -> dict[str, Any]:
     """Keyword arguments of `step`."""
-    return dict(zip(("streams", "inject", "y"), state, strict=True)) | dict(weights=bank)
+    return dict(zip(_STATE, state, strict=True)) | dict(weights=bank)
 
 
 def measure(
@@ -141,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     found = find_peers([NAME], args.peers, args.quick)
     names = args.implementation or ["default", *BOUNDARY]
-    operation = Operation(NAME, step, tuple(names), ())
+    operation = Operation(NAME, step, tuple(names), (), compared=lambda _, out: out[:3])
     jobs = [(rows, name) for rows in args.rows for name in names]
     with ThreadPoolExecutor(args.jobs) as pool:
         chains = [pool.submit(compile_chain, *job, args, operation) for job in jobs]

@@ -30,8 +30,8 @@ class Operation:
         function: the public one; takes `implementation=`.
         implementations: names, the reference among them.
         cases: of the function.
-        carry: argument that `replaces` of the result takes the place of, donated.
-        replaces: the part of the result that does.
+        carry: arguments that those of `replaces` take the places of, donated.
+        replaces: the parts of the result that do.
         results: the other part that a decode round reads; the rest is not timed.
         shared: arguments too large to copy, of which a call touches little.
         unordered: whether the last axis is a set.
@@ -42,8 +42,8 @@ class Operation:
     function: Callable[..., Any]
     implementations: tuple[str, ...]
     cases: tuple[Case, ...]
-    carry: str | None = None
-    replaces: Callable[[Any], Any] = lambda out: out
+    carry: tuple[str, ...] = ()
+    replaces: Callable[[Any], tuple[Any, ...]] = lambda out: (out,)
     results: Callable[[Any], Any] = lambda out: out
     shared: tuple[str, ...] = ()
     unordered: bool = False
@@ -58,8 +58,9 @@ class Operation:
         return math.prod(leaf.shape[:-1] if axes is None else leaf.shape[:axes])
 
     def kept(self, out: Any) -> tuple[Any, Any]:
-        """(what replaces the carried argument, if any; the results that are read)."""
-        return (self.replaces(out) if self.carry else None), self.results(out)
+        """(what replaces the carried arguments, by name; the results that are read)."""
+        replaced = self.replaces(out) if self.carry else ()
+        return dict(zip(self.carry, replaced, strict=True)), self.results(out)
 
     def nbytes(self, inputs: Inputs, out: Any) -> int:
         """Least bytes moved: what is read of the inputs, and what is written."""
@@ -71,6 +72,11 @@ def _counted(inputs: Inputs, result: Any) -> Any:
     out, state = result
     there = jnp.arange(out.shape[1]) < inputs["count"][:, None]
     return jnp.where(there[..., None], out, 0), state
+
+
+def _without_counter(inputs: Inputs, result: Any) -> Any:
+    """What a boundary computes."""
+    return result[:3]
 
 
 # argument whose leading axes are tokens, and how many axes; None is all but the last
@@ -101,18 +107,23 @@ _ROWS: dict[str, tuple[str, int | None]] = {
 }
 _MORE: dict[str, dict[str, Any]] = {
     "gated_residual.boundary": dict(
-        carry="streams", replaces=lambda out: out[0], results=lambda out: out[1:]
+        carry=("streams", "counter"),
+        replaces=lambda out: (out[0], out[3]),
+        results=lambda out: out[1:3],
+        compared=_without_counter,
     ),
     # the gates are for ablation studies
     "gated_residual.mix": dict(results=lambda out: out[:2]),
-    "gated_residual.update": dict(carry="streams", results=lambda out: None),
-    "compress_and_store.store": dict(carry="cache", results=lambda out: None),
-    "compress_and_store.compress": dict(carry="cache", results=lambda out: None),
+    "gated_residual.update": dict(carry=("streams",), results=lambda out: None),
+    "compress_and_store.store": dict(carry=("cache",), results=lambda out: None),
+    "compress_and_store.compress": dict(carry=("cache",), results=lambda out: None),
     "compress_and_store.prepare_and_store": dict(
-        carry="cache", replaces=lambda out: out[0], results=lambda out: out[1:]
+        carry=("cache",), replaces=lambda out: out[:1], results=lambda out: out[1:]
     ),
-    "moe.router": dict(carry="counter", replaces=lambda out: out[1], results=lambda out: out[0]),
-    "gated_delta.commit": dict(carry="states", results=lambda out: None),
+    "moe.router": dict(
+        carry=("counter",), replaces=lambda out: out[1:], results=lambda out: out[0]
+    ),
+    "gated_delta.commit": dict(carry=("states",), results=lambda out: None),
     "gated_delta.chunks": dict(compared=_counted),
     "ple.gather": dict(shared=("table",)),
     "ple.embed": dict(shared=("table",)),

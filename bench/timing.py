@@ -97,7 +97,7 @@ def chain(operation: Operation, call: Callable[[Inputs], Any], calls: int) -> An
 def _keep(operation: Operation, carried: list, results: list, place: int, value: Any) -> None:
     replaced, result = value
     if operation.carry:
-        carried[place] = {operation.carry: replaced}
+        carried[place] = replaced
     results.append(result)
 
 
@@ -108,7 +108,7 @@ def abstract(tree: Any) -> Any:
 
 def divide(operation: Operation, arrays: Inputs) -> tuple[Inputs, Inputs]:
     """(carried, fixed) arrays."""
-    carried = {name: arrays[name] for name in arrays if name == operation.carry}
+    carried = {name: arrays[name] for name in arrays if name in operation.carry}
     return carried, {name: arrays[name] for name in arrays if name not in carried}
 
 

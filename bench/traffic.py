@@ -26,8 +26,11 @@ def everything(inputs: dict[str, Any], out: Any) -> float:
 
 
 def _boundary(inputs: dict[str, Any], out: Any) -> float:
+    given = {name: value for name, value in inputs.items() if name != "counter"}
+    replaced, results = out
     # without an update the streams are only read
-    return everything(inputs, out if inputs["pending"] is not None else out[1])
+    written = results if inputs["pending"] is None else (replaced["streams"], results)
+    return everything(given, written)
 
 
 def _experts(inputs: dict[str, Any], out: Any) -> float:

@@ -42,7 +42,7 @@ def decoder_layer(
         layer selected.
     """
     attn, mlp = capture.scope("attn"), capture.scope("mlp")
-    x, inject, streams = read(params.attn_hyper_connection, config, residual, capture=attn)
+    x, inject, residual = read(params.attn_hyper_connection, config, residual, capture=attn)
     if params.self_attn is not None:
         y, cache, selected = attention(
             params.self_attn, config, x, cache, span, selected=selected, capture=capture
@@ -50,10 +50,10 @@ def decoder_layer(
     else:
         assert params.linear_attn is not None
         y, cache = delta_net(params.linear_attn, config, x, cache, span.count if final else None)
-    residual = residual._replace(streams=streams, pending=(inject, y))
-    x, inject, streams = read(params.mlp_hyper_connection, config, residual, capture=mlp)
+    residual = residual._replace(pending=(inject, y))
+    x, inject, residual = read(params.mlp_hyper_connection, config, residual, capture=mlp)
     y, counter = moe(params.mlp, config, x, residual.counter, capture=capture)
-    residual = Residual(streams, (inject, y), counter)
+    residual = Residual(residual.streams, (inject, y), counter)
     if capture.wants("residual"):
         capture("residual", residual.settled())
     return residual, cache, selected

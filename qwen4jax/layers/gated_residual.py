@@ -19,12 +19,12 @@ class Residual(NamedTuple):
     Attributes:
         streams: residual streams.
         pending: injection weights and output of the last sublayer.
-        counter: zeros for the next router, if one has left them (`qwen4jax.pallas.moe.router`).
+        counter: what the next launches count by, if one before has left it (`pallas.counters`).
     """
 
     streams: Float[Array, "B T R D"]
     pending: tuple[Float[Array, "B T R"], Float[Array, "B T D"]] | None = None
-    counter: Int[Array, " 4"] | None = None
+    counter: Int[Array, " N"] | None = None
 
     def settled(self) -> Float[Array, "B T R D"]:
         """The streams with everything in them."""
@@ -36,8 +36,9 @@ class Residual(NamedTuple):
 
 def read(
     params: GatedResidual, config: Config, residual: Residual, *, capture: Capture
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"], Float[Array, "B T R D"]]:
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"], Residual]:
     """The input of a sublayer, the weights to inject its output with, and the settled streams."""
+    counter = residual.counter
     weights = (
         params.hc_norm,
         params.input_mix_weight_down,
@@ -50,12 +51,12 @@ def read(
             x, inject, gates = mix(streams, *weights, eps=config.rms_norm_eps)
             capture("read_gate", gates)
         else:
-            streams, x, inject = boundary(
-                residual.streams, residual.pending, *weights, eps=config.rms_norm_eps
+            streams, x, inject, counter = boundary(
+                residual.streams, residual.pending, *weights, counter, eps=config.rms_norm_eps
             )
     assert inject is not None
     capture("inject", inject)
-    return x, inject, streams
+    return x, inject, Residual(streams, None, counter)
 
 
 def read_final(

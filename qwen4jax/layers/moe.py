@@ -13,10 +13,10 @@ def moe(
     params: MixtureOfExperts,
     config: Config,
     x: Float[Array, "B T D"],
-    counter: Int[Array, " 4"] | None = None,
+    counter: Int[Array, " N"] | None = None,
     *,
     capture: Capture,
-) -> tuple[Float[Array, "B T D"], Int[Array, " 4"]]:
+) -> tuple[Float[Array, "B T D"], Int[Array, " N"]]:
     """One expert sublayer; the sum of both parts is formed in float32 and rounded once.
 
     `counter` goes in and out as it does of the router (`qwen4jax.pallas.moe.router`).

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen4jax.pallas.gated_residual import BOUNDARY, MIX, UPDATE, boundary, mix, update
+from qwen4jax.pallas import counters
+from qwen4jax.pallas.gated_residual import BOUNDARY, MIX, UPDATE, boundary, limits, mix, update
 from qwen4jax.pallas.gated_residual.cases import CASES
 from tests import oracle
 from tests.pallas.calls import assert_matches, call, f64, over_cases
@@ -49,7 +50,7 @@ def test_update_matches_float64(case, implementation):
 @over_cases(CASES, "boundary", BOUNDARY)
 def test_boundary_matches_float64(case, implementation):
     inputs = case.inputs()
-    streams, x, inject = call(boundary, inputs, implementation)
+    streams, x, inject, counter = call(boundary, inputs, implementation)
     want = f64(inputs["streams"])
     if inputs["pending"] is not None:
         weights, y = map(f64, inputs["pending"])
@@ -68,6 +69,32 @@ def test_boundary_matches_float64(case, implementation):
     else:
         assert inject.dtype == jnp.float32
         assert_matches(inject, mixed[1].reshape(inject.shape), share=inner)
+    # a meeting of programs turns the sign of its place
+    grown = [0] * counters.MEETING + [-(2**31) if implementation == "triton_one" else 0]
+    np.testing.assert_array_equal(np.asarray(counter), grown)
+
+
+@pytest.mark.parametrize("implementation", ["triton_few", "triton_one"])
+def test_a_boundary_keeps_a_rows_nan_to_that_row(implementation):
+    """And what the counter has been through does not matter."""
+    inputs = next(c for c in CASES if str(c) == "boundary-bfloat16_wide").inputs()
+    *want, counter = call(boundary, inputs, implementation)
+    spoilt = inputs["streams"].at[1].set(jnp.nan)
+    *got, counter = call(boundary, inputs | dict(streams=spoilt, counter=counter), implementation)
+    for a, b in zip(got, want, strict=True):
+        assert np.isnan(f64(a)[1]).all()
+        np.testing.assert_array_equal(f64(a)[[0, 2]], f64(b)[[0, 2]])
+    assert not np.asarray(counter).any()
+
+
+def test_one_launch_is_cut_into_programs_that_run_at_once():
+    assert limits.one_cut(4, 2560, 320) == limits.OneCut(132, 10, 5, 8)
+    assert limits.one_cut(16, 2560, 320) is None
+    entry = BOUNDARY["triton_one"]
+    for device in ("H200", "H100 80GB HBM3", "GH200 480GB", "B200", "GB300"):
+        assert entry.missing(f"NVIDIA {device}") is None
+    for device in ("H100 PCIe", "H200 MIG 3g.71gb", "GeForce RTX 5090"):
+        assert "132 multiprocessors" in entry.missing(f"NVIDIA {device}")
 
 
 @pytest.mark.parametrize("implementation", MIX)

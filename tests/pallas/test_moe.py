@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from qwen4jax import quant
+from qwen4jax.pallas import counters
 from qwen4jax.pallas.moe import EXPERTS, ROUTE, ROUTER, experts, route, router
 from qwen4jax.pallas.moe.cases import CASES
 from tests import oracle
@@ -60,7 +61,7 @@ def test_router_matches_float64(case, implementation):
     assert_matches(weights, want)
     np.testing.assert_array_equal(f64(share), x @ shared_gate.T)
     # what the next call begins with
-    np.testing.assert_array_equal(np.asarray(counter), np.zeros(4))
+    np.testing.assert_array_equal(np.asarray(counter), np.zeros(counters.LENGTH))
 
 
 def test_a_router_keeps_a_rows_nan_to_that_row():

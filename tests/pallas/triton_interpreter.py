@@ -9,6 +9,9 @@ being compiled in the same process, and wants torch tensors. Here the language i
 time of one kernel. Casts go through `ml_dtypes`: those of the interpreter lose the carry of a
 rounding. What a kernel leaves unwritten is NaN, or a number that no result has.
 
+Programs that meet halfway (`triton_meeting`) run twice: the second time each finds what all have
+stored before the meeting, which must not depend on what is stored after it.
+
 Inline assembly is executed by `ptx.py`. Not interpreted: `libdevice`.
 """
 
@@ -28,7 +31,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from qwen4jax.pallas import registry, triton_call
+from qwen4jax.pallas import registry, triton_call, triton_meeting
 from tests.pallas import ptx
 
 _NUMPY = {
@@ -84,9 +87,12 @@ def interpret(
         run = _function(kernel)
         sizes = (*grid, *(1,) * (3 - len(grid)))
         interpreter.interpreter_builder.set_grid_dim(*sizes)
-        for place in np.ndindex(*sizes):
-            interpreter.interpreter_builder.set_grid_idx(*place)
-            run(**pointers, **constants)
+        meets = triton_meeting.meet in vars(inspect.getmodule(kernel.fn)).values()
+        for meeting in (_come, _go_on) if meets else (None,):
+            with _replaced(_Meeting, "run", meeting):
+                for place in np.ndindex(*sizes):
+                    interpreter.interpreter_builder.set_grid_idx(*place)
+                    run(**pointers, **constants)
     return results
 
 
@@ -139,7 +145,9 @@ def _with_helpers(fn: Any) -> Any:
     fn = inspect.unwrap(fn)
     scope = dict(fn.__globals__)
     for name, value in scope.items():
-        if isinstance(value, JITFunction):
+        if value is triton_meeting.meet:
+            scope[name] = _Meeting()
+        elif isinstance(value, JITFunction):
             scope[name] = _Helper(value.fn)
     copy = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
@@ -162,6 +170,25 @@ class _Helper:
             self._run = interpreter.FunctionRewriter(fn).rewrite_ast()
         kwargs.pop("_semantic", None)
         return self._run(*args, **kwargs)
+
+
+class _Meeting:
+    """`triton_meeting.meet`, of one program after the other."""
+
+    run: Any = None
+
+    def __call__(self, counter: Any, N: Any) -> None:
+        type(self).run(counter, N)
+
+
+def _come(counter: Any, programs: Any) -> None:
+    """What all programs add turns the sign."""
+    first = interpreter.interpreter_builder.grid_idx[0] == 0
+    tl.atomic_add(counter, 2**31 - (int(programs) - 1) if first else 1)
+
+
+def _go_on(counter: Any, programs: Any) -> None:
+    """All have come."""
 
 
 @contextlib.contextmanager

@@ -2,55 +2,11 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas.gated_residual import reference
+from qwen4jax.pallas import counters
+from qwen4jax.pallas.gated_residual import limits, reference
 from qwen4jax.pallas.registry import Kernel, Operation
-
-# sums by slice are found by 32 bits
-MOST_ROWS = 65536
-
-
-def _refuses(
-    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
-) -> str | None:
-    batch, time, count, hidden = streams.shape
-    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
-    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
-        return "takes bfloat16 streams and weights"
-    if not 1 <= batch * time <= MOST_ROWS:
-        return f"takes 1 to {MOST_ROWS} rows, not {batch * time}"
-    if count not in (2, 4, 8, 16) or hidden % 64 or down.shape[0] % 16:
-        return "takes 2, 4, 8 or 16 streams, widths in multiples of 64 and ranks of 16"
-    return None
-
-
-def _refuses_few(
-    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
-) -> str | None:
-    if reason := _refuses(streams, pending, norm, down, up, inject):
-        return reason
-    if streams.shape[0] * streams.shape[1] > 8:
-        return "takes up to 8 rows: the narrow side of one tensor-core product"
-    if down.shape[0] % 32:
-        return "takes ranks in multiples of 32"
-    return None
-
-
-def _refuses_mosaic(
-    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, **_: Any
-) -> str | None:
-    batch, time, count, hidden = streams.shape
-    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
-    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
-        return "takes bfloat16 streams and weights"
-    if (rows := batch * time) not in (*range(1, 9), 16, 24, 32):
-        return f"takes 1 to 8, 16, 24 or 32 rows, not {rows}"
-    if count != 4 or hidden % 256 or down.shape[0] % 64:
-        return "takes 4 streams, widths in multiples of 256 and ranks of 64"
-    return None
-
 
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
 _HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
@@ -62,14 +18,21 @@ BOUNDARY = Operation(
         "triton": Kernel(
             "qwen4jax.pallas.gated_residual.triton_launches.boundary",
             needs=("triton",),
-            refuses=_refuses,
+            refuses=limits.refuses,
         ),
         "triton_few": Kernel(
             "qwen4jax.pallas.gated_residual.triton_few.boundary",
             needs=("triton",),
-            refuses=_refuses_few,
+            refuses=limits.refuses_few,
         ),
-        "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=_refuses_mosaic, **_HOPPER),
+        "triton_one": Kernel(
+            "qwen4jax.pallas.gated_residual.triton_one.boundary",
+            needs=("triton",),
+            devices=limits.MEETING,
+            devices_text=limits.MEETING_TEXT,
+            refuses=limits.refuses_one,
+        ),
+        "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=limits.refuses_mosaic, **_HOPPER),
     },
 )
 MIX = Operation("gated_residual.mix", {"reference": reference.mix})
@@ -83,6 +46,7 @@ def boundary(
     down: Float[Array, "L RD"],
     up: Float[Array, "RD L"],
     inject: Float[Array, "R RD"] | None,
+    counter: Int[Array, " N"] | None = None,
     *,
     eps: float,
     implementation: str | None = None,
@@ -90,6 +54,7 @@ def boundary(
     Float[Array, "B T R D"],
     Float[Array, "B T D"],
     Float[Array, "B T R"] | None,
+    Int[Array, " N"],
 ]:
     """From one sublayer to the next: `update` with the last output, then `mix`.
 
@@ -101,15 +66,19 @@ def boundary(
         down: low-rank projection.
         up: back from it.
         inject: projection to the injection weights; None for the final mixer.
+        counter: by which the programs of a launch wait for each other (`counters`), None for a
+            fresh one. One array serves all calls of a program, each with what the one before it
+            returned.
         eps: of the norm.
         implementation: see `BOUNDARY`; by default the fastest.
 
     Returns:
         The streams with the update in them, rounded to their dtype before the norm reads them;
-        `mix`'s input and injection weights of them.
+        `mix`'s input and injection weights of them; the counter for the next call.
     """
     rows = streams.shape[0] * streams.shape[1]
-    arrays = streams, pending, norm, down, up, inject
+    counter = counters.fresh() if counter is None else counter
+    arrays = streams, pending, norm, down, up, inject, counter
     return BOUNDARY.run(implementation, rows, *arrays, eps=eps)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from qwen4jax.pallas import counters
 from qwen4jax.pallas.cases import BF16, F32, Case, normal, weight
 
 
@@ -43,7 +44,8 @@ def _boundary(
         first = _update("", rows, streams, hidden, dtype).build(rng)
         second = _mix("", rows, streams, hidden, rank, dtype, inject=inject).build(rng)
         second["streams"] = first["streams"]
-        return second | {"pending": (first["inject"], first["y"]) if pending else None}
+        second["pending"] = (first["inject"], first["y"]) if pending else None
+        return second | {"counter": counters.fresh()}
 
     return Case("boundary", name, build, **more)
 
@@ -86,6 +88,7 @@ CASES = (
     _boundary("bfloat16_wide", (3, 1), BF16, hidden=256, rank=64),
     _boundary("bfloat16_sixteen", (4, 4), BF16, hidden=256, rank=128),
     _boundary("bfloat16_alone", (8, 1), BF16, hidden=1024, rank=64, pending=False, inject=False),
+    _boundary("bfloat16_eight_first", (8, 1), BF16, hidden=64, rank=32, pending=False),
     _boundary("bfloat16_wide_first", (1, 3), BF16, hidden=64, rank=16, pending=False),
     _boundary("bfloat16_wide_final_mixer", (1, 7), BF16, hidden=128, rank=48, inject=False),
     _boundary("bfloat16_two_streams", (2, 9), BF16, streams=2, hidden=512, rank=32),

@@ -29,7 +29,7 @@ from qwen4jax.pallas.gated_residual.mosaic_sizes import Sizes
 
 # compiled apart, so that a program with many boundaries lowers one
 @functools.partial(jax.jit, static_argnames=("eps",))
-def boundary(streams, pending, norm, down, up, inject, *, eps):
+def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     *batch, count, hidden = streams.shape
     rows = batch[0] * batch[1]
@@ -53,7 +53,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
     out = stages_of(z, given)
     settled = streams if pending is None else out["settled"].reshape(streams.shape)
     wanted = None if inject is None else out["wanted"].reshape(*batch, count)
-    return settled, out["x"].reshape(*batch, hidden), wanted
+    return settled, out["x"].reshape(*batch, hidden), wanted, counter
 
 
 def stages_of(z: Sizes, given: dict[str, jax.Array]) -> dict[str, Any]:

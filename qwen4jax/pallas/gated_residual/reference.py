@@ -7,12 +7,12 @@ from qwen4jax.numerics import rms_norm, rounded
 from qwen4jax.pallas.skinny_matmul.reference import skinny_matmul
 
 
-def boundary(streams, pending, norm, down, up, inject, *, eps):
+def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     if pending is not None:
         streams = update(streams, *pending)
     x, weights, _ = mix(streams, norm, down, up, inject, eps=eps)
-    return streams, x, weights
+    return streams, x, weights, counter
 
 
 def mix(streams, norm, down, up, inject, *, eps):

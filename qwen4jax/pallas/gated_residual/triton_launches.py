@@ -77,7 +77,7 @@ def cut(rows: int, count: int, hidden: int) -> Cut:
     return Cut(block, width, False, 64, 8, up_warps=warps, up_stages=stages)
 
 
-def boundary(streams, pending, norm, down, up, inject, *, eps):
+def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
     batch, time, count, hidden = streams.shape
     rows, rank = batch * time, down.shape[0]
@@ -119,6 +119,7 @@ def boundary(streams, pending, norm, down, up, inject, *, eps):
         new.reshape(streams.shape) if pending else streams,
         x.reshape(batch, time, hidden),
         None if inject is None else wanted.reshape(batch, time, count),
+        counter,
     )
 
 

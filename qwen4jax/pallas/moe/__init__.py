@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from qwen4jax.pallas import counters
 from qwen4jax.pallas.moe import limits, reference
 from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import projections
@@ -107,11 +108,11 @@ def router(
     gate: Float[Array, "E D"],
     shared_gate: Float[Array, "1 D"],
     k: int,
-    counter: Int[Array, " 4"] | None = None,
+    counter: Int[Array, " N"] | None = None,
     *,
     renormalize: bool,
     implementation: str | None = None,
-) -> tuple[Routing, Int[Array, " 4"]]:
+) -> tuple[Routing, Int[Array, " N"]]:
     """The `k` experts of each token, their weights, and the logit of the shared expert's share.
 
     Logits are `gate @ x[t]`, added up in float32 and rounded to the dtype of `x`. The `k` largest
@@ -122,18 +123,18 @@ def router(
         gate: of the router.
         shared_gate: of the shared expert, whose logit is not rounded.
         k: choices of a token.
-        counter: zeros by which the programs of a launch learn who is last, None for fresh ones.
-            One array serves all calls of a program, each with what the one before it returned.
+        counter: in its first places zeros, by which the programs of a launch learn who is last
+            (`counters`), None for a fresh one. One array serves all calls of a program, each with
+            what the one before it returned.
         renormalize: whether the weights are divided by their sum.
         implementation: see `ROUTER`; by default the fastest.
 
     Returns:
-        The choice, and zeros again.
+        The choice, and the counter for the next call.
     """
-    zeros = jnp.zeros(limits.ROUTER_GROUPS, jnp.int32) if counter is None else counter
-    inputs = (x, gate, shared_gate, k, zeros)
-    chosen, zeros = ROUTER.run(implementation, x.shape[0], *inputs, renormalize=renormalize)
-    return Routing(*chosen), zeros
+    inputs = (x, gate, shared_gate, k, counters.fresh() if counter is None else counter)
+    chosen, left = ROUTER.run(implementation, x.shape[0], *inputs, renormalize=renormalize)
+    return Routing(*chosen), left
 
 
 def experts(

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax import quant
+from qwen4jax.pallas import counters
 from qwen4jax.pallas.cases import BF16, F32, Case, integers, normal, stored, weight
 from qwen4jax.pallas.moe import Shared
 
@@ -33,7 +34,7 @@ def _router(name, tokens, experts, k, hidden, dtype=BF16, *, most=1, renormalize
             gate=whole(rng, (experts, hidden)),
             shared_gate=whole(rng, (1, hidden)),
             k=k,
-            counter=integers([0] * 4),
+            counter=counters.fresh(),
             renormalize=renormalize,
         )
 

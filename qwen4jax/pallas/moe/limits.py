@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from qwen4jax import quant
+from qwen4jax.pallas import counters
 
 # stored form -> columns of one step of a warp, and their elements in the stored array: 64 bytes
 CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
@@ -19,7 +20,7 @@ SUM_TOKENS = 8
 # experts of a router: a warp holds a token's
 MOST_EXPERTS = 2048
 # of a router that chooses too: groups of 8 tokens, each of which counts its own programs
-ROUTER_GROUPS = 4
+ROUTER_GROUPS = counters.ROUTER_GROUPS
 # rows of its tile, and columns of a step of a warp
 ROUTER_ROWS, ROUTER_CHUNK = 16, 32
 # steps of a warp at most, whose weights are all asked for at once
