@@ -155,7 +155,7 @@ def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray
 
 # of the program under way: programs run one after the other
 _shared: list[np.ndarray] = []
-# what only asks the cache for bytes, in one thread
+# what only asks the cache for bytes, in all threads or in one
 _NO_RESULT = r"prefetch|%tid|setp\.eq"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,

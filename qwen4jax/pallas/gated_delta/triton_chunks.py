@@ -215,12 +215,12 @@ def finish_kernel(
     tl.store(out + at, o.to(out.dtype.element_ty), mask=(t < T)[:, None])
 
 
-# tokens and channels of a convolution's program, 8 channels a thread
-_CONV_TOKENS, _CONV_CHANNELS = 16, 1024
+# tokens and channels of a convolution's program, 4 channels a thread
+_CONV_TOKENS, _CONV_CHANNELS = 16, 512
 # value channels, warps and pipeline depth of the recurrence
 _RECUR_CHANNELS, _RECUR_WARPS, _RECUR_STAGES = 64, 4, 3
 _PREPARE_WARPS = 4
-_FINISH_TOKENS = 32
+_FINISH_TOKENS = 16
 
 
 def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):

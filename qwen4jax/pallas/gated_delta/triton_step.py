@@ -16,6 +16,10 @@ use. All of that is done while the state is on its way, and 8 barriers are left.
 A multiprocessor's loads return 128 bytes a clock, so such a broadcast to a warp takes 4 clocks. In
 float32 the queries and keys of 4 tokens would be 4,096 clocks of them, and the pass over the state
 took as long (2.5 us); in bfloat16, where they are exact, half of that, as much as the arithmetic.
+
+With many rows programs come in waves, each of which begins with a wait for its state. A program
+therefore asks for the state of one of the next wave, which then comes from the cache while this
+wave computes: 73.5 us for 32 rows instead of 80.3 on an H200.
 """
 
 import jax
@@ -29,6 +33,8 @@ from qwen4jax.pallas.triton_call import triton_call
 _UNIT_EPS = tl.constexpr(1e-6)
 # rows of a tensor core's smallest product: queries and keys of 8 tokens
 _PAIRS = tl.constexpr(16)
+# Triton wants a result
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -154,16 +160,25 @@ def _pairs(x, pairs, dtype: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _ask(state, program, programs, SIZE: tl.constexpr):
+    """Has memory send a program's state, or the last one's, to the cache by lines of 128 bytes."""
+    own = state + tl.minimum(program, programs - 1).to(tl.int64) * SIZE
+    lines = own + tl.arange(0, (SIZE + 31) // 32) * 32
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [lines.to(tl.int64)], tl.int32, False, 1)
+
+
+@triton.jit
 def column_kernel(
     qkv, z, a, b, taps, a_log, dt_bias, norm, conv, state,
     out, window, key, delta, decay, scratch,
     T: tl.constexpr, TP: tl.constexpr, J: tl.constexpr,
     H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-    S: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr,
+    S: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr,
     EPS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """One row's value head; `scratch` has `SIZE` numbers for each.
 
+    The state of the program `AHEAD` later is asked for, where it is not 0.
     `S` threads share a column. `R` of a thread's rows are one tensor, and each has sums of its own:
     Triton's compile time grows with the square of the number of loads. Decays between tokens are
     products of the tokens' own, so that no difference is formed.
@@ -195,6 +210,8 @@ def column_kernel(
     s = ()
     for i in tl.static_range(K // (R * S)):
         s = s + (tl.load(own + i * (R * S * E)),)  # noqa: RUF005
+    if AHEAD:
+        _ask(state, row * V + head + AHEAD, tl.num_programs(1) * V, K * E)
     gain = tl.load(norm + e).to(tl.float32)
     z_raw = ()
     for t in tl.static_range(T):
@@ -291,6 +308,8 @@ def column_kernel(
 _SHARE = {1: 1, 2: 1, 4: 1, 8: 2}
 # rows of one tensor
 _ROWS = 4
+# programs that run at once: two on each of an H200's multiprocessors
+_WAVE = 264
 
 
 def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
@@ -318,5 +337,6 @@ def step(qkv, z, a, b, weights, state, *, key_heads, activation, eps):
         grid=(heads, rows),
         num_warps=max(1, share * value // 32),
         T=places, TP=padded, J=taps, H=key_heads, V=heads, K=key, E=value,
-        S=share, R=min(_ROWS, key // share), SIZE=size, EPS=eps, SIGMOID=activation == "sigmoid",
+        S=share, R=min(_ROWS, key // share), SIZE=size,
+        AHEAD=_WAVE if rows * heads > _WAVE else 0, EPS=eps, SIGMOID=activation == "sigmoid",
     )[:5]  # fmt: skip
