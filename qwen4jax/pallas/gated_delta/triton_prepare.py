@@ -12,6 +12,8 @@ from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR, exp, log1p
 
 # tokens of a chunk: the rows of one tensor-core instruction
 CHUNK = tl.constexpr(64)
+# rows that are solved one by one, each after those above it
+_BLOCK = tl.constexpr(16)
 # what is kept in float16 is at most 1 (steps and unit norms are) and grows by this: its lowest
 # digits, 2**-24 absolute, are then 2**-36
 SCALE = tl.constexpr(4096.0)
@@ -40,15 +42,12 @@ def exponent_of(x):
 
 
 @triton.jit
-def _gates(a, b, a_log, dt_bias, row, head, t, n, T: tl.constexpr, V: tl.constexpr):
-    """Log decay and step size of tokens `t`; neutral from `n` on."""
-    here = t < n
-    at = (row * T + t) * V + head
-    g = tl.load(a + at, mask=here, other=0.0).to(tl.float32)
-    g += tl.load(dt_bias + head).to(tl.float32)
+def _gates(a, b, a_log, dt_bias, here):
+    """Log decay and step size of tokens from their logits; neutral where none is `here`."""
+    g = a.to(tl.float32) + dt_bias.to(tl.float32)
     g = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
-    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
-    beta = tl.sigmoid(tl.load(b + at, mask=here, other=0.0).to(tl.float32))
+    g = -tl.exp(a_log.to(tl.float32)) * g
+    beta = tl.sigmoid(b.to(tl.float32))
     return tl.where(here, tl.maximum(g, DECAY_FLOOR), 0.0), tl.where(here, beta, 0.0)
 
 
@@ -62,18 +61,18 @@ def _four(at, N: tl.constexpr):
 
 
 @triton.jit
-def _invert_halves(m):
-    """In place: `A` in both diagonal blocks of 32 rows becomes `(I + A)^-1`.
+def _invert_blocks(m):
+    """In place: `A` in each diagonal block of 16 rows becomes `(I + A)^-1`.
 
     A thread solves for a column, row by row: nothing passes between threads. Two do for the same
     one, as Triton gives a load of 16 bytes only to a tensor that has four values for each of them.
     """
     thread = tl.arange(0, 2 * CHUNK)
     c = thread % CHUNK
-    own = m + c // 32 * (32 * CHUNK + 32)
+    own = m + c // _BLOCK * (_BLOCK * CHUNK + _BLOCK)
     solved, minus = (), ()
-    for i in tl.static_range(32):
-        x = tl.where(c % 32 == i, 1.0, 0.0)
+    for i in tl.static_range(_BLOCK):
+        x = tl.where(c % _BLOCK == i, 1.0, 0.0)
         for j in tl.static_range(0, i, 4):
             four = _four(own + (i * CHUNK + j), 2 * CHUNK)
             for k in tl.static_range(4):
@@ -82,8 +81,8 @@ def _invert_halves(m):
         # Triton knows no stars
         solved, minus = solved + (x,), minus + (-x,)  # noqa: RUF005
     tl.debug_barrier()
-    for i in tl.static_range(32):
-        tl.store(own + i * CHUNK + c % 32, solved[i], mask=thread < CHUNK)
+    for i in tl.static_range(_BLOCK):
+        tl.store(own + i * CHUNK + c % _BLOCK, solved[i], mask=thread < CHUNK)
     tl.debug_barrier()
 
 
@@ -96,17 +95,30 @@ def _product(x, y):
 
 
 @triton.jit
-def _join_halves(m):
-    """In place: the inverse of all rows from those of both halves.
+def _corner(m, SIZE: tl.constexpr):
+    """Where the lower left corner of `2 SIZE` rows is, and it when all of them are inverted.
 
     The inverse of `[[A, 0], [X, B]]` is `[[A', 0], [-B' X A', B']]`.
     """
-    i = tl.arange(0, 32)
+    i = tl.arange(0, SIZE)
     at = m + i[:, None] * CHUNK + i[None, :]
-    corner = at + 32 * CHUNK
-    x = _product(_product(tl.load(corner + 32), tl.load(corner)), tl.load(at))
+    corner = at + SIZE * CHUNK
+    x = _product(_product(tl.load(corner + SIZE), tl.load(corner)), tl.load(at))
+    return corner, -x
+
+
+@triton.jit
+def _join_blocks(m):
+    """In place: the inverse of all rows from those of the four blocks."""
+    first, x = _corner(m, _BLOCK)
+    second, y = _corner(m + 2 * _BLOCK * (CHUNK + 1), _BLOCK)
     tl.debug_barrier()
-    tl.store(corner, -x)
+    tl.store(first, x)
+    tl.store(second, y)
+    tl.debug_barrier()
+    last, x = _corner(m, 2 * _BLOCK)
+    tl.debug_barrier()
+    tl.store(last, x)
     tl.debug_barrier()
 
 
@@ -137,27 +149,33 @@ def prepare_kernel(
     `mixing` has the products of queries with keys; `scales` the factors of rows.
     """
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tl.arange(0, CHUNK)
+    tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
+    key_head, kk = head // (V // H), tl.arange(0, K)
+    # all at once, as a load behind a branch waits for those before it; keys too would be more than
+    # the registers of three programs on a multiprocessor
     n = tl.load(count + row)
+    at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
+    q = tl.load(at)
+    token = chunk * CHUNK + t
+    gate = (row * T + token) * V + head
+    a = tl.load(a + gate, mask=token < T, other=0.0)
+    b = tl.load(b + gate, mask=token < T, other=0.0)
+    a_log, dt_bias = tl.load(a_log + head), tl.load(dt_bias + head)
     if chunk * CHUNK < n:
-        t = tl.arange(0, CHUNK)
-        tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
-        key_head, kk = head // (V // H), tl.arange(0, K)
-        at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
         to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
         first = head % (V // H) == 0
-        q = tl.load(at)
         q_unit, q_rest = _narrow(q, to, first)
         k = tl.load(at + H * K)
         k_unit, k_rest = _narrow(k, to + H * K, first)
 
-        g, beta = _gates(a, b, a_log, dt_bias, row, head, chunk * CHUNK + t, n, T, V)
+        g, beta = _gates(a, b, a_log, dt_bias, token < n)
         # sums of the coarse parts are exact and those of the rest small: a difference of two sums
         # is then as good as a sum of the tokens between them
         coarse = tl.floor(g * _GRID + 0.5) / _GRID
-        fine = tl.cumsum(g - coarse, axis=0)
-        total_fine = tl.sum(g - coarse, axis=0)
-        total_coarse = tl.sum(coarse, axis=0)
-        coarse = tl.cumsum(coarse, axis=0)
+        parts = tl.join(coarse, g - coarse)
+        total_coarse, total_fine = tl.sum(parts, axis=0).split()
+        coarse, fine = tl.cumsum(parts, axis=0).split()
         since = exp(coarse + fine)
         rest = exp(tl.minimum((total_coarse - coarse) + (total_fine - fine), 0.0))
         between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
@@ -180,8 +198,8 @@ def prepare_kernel(
         m = solve + start
         tl.store(m + square, system)
         tl.debug_barrier()
-        _invert_halves(m)
-        _join_halves(m)
+        _invert_blocks(m)
+        _join_blocks(m)
         high, low = split(tl.load(m + square) * (beta * SCALE)[None, :])
         tl.debug_barrier()
         halves = m.to(tl.pointer_type(tl.float16), bitcast=True)
