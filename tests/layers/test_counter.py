@@ -12,7 +12,7 @@ from tests.tiny import ROWS, T0, new_state, t0
 
 
 def test_each_call_gets_the_counter_that_the_one_before_it_left(monkeypatch: pytest.MonkeyPatch):
-    """A fresh one would be a launch more of every layer, and launches that meet could be parallel."""
+    """A fresh one would be a launch more, and beside a launch that meets another could meet."""
     assert T0.ple_layer_ids
     moe = importlib.import_module("qwen4jax.layers.moe")
     residual = importlib.import_module("qwen4jax.layers.gated_residual")

@@ -88,6 +88,7 @@ CASES = (
     _boundary("bfloat16_wide", (3, 1), BF16, hidden=256, rank=64),
     _boundary("bfloat16_sixteen", (4, 4), BF16, hidden=256, rank=128),
     _boundary("bfloat16_alone", (8, 1), BF16, hidden=1024, rank=64, pending=False, inject=False),
+    _boundary("bfloat16_five", (5, 1), BF16, streams=2, hidden=192, rank=96),
     _boundary("bfloat16_eight_first", (8, 1), BF16, hidden=64, rank=32, pending=False),
     _boundary("bfloat16_wide_first", (1, 3), BF16, hidden=64, rank=16, pending=False),
     _boundary("bfloat16_wide_final_mixer", (1, 7), BF16, hidden=128, rank=48, inject=False),
