@@ -125,9 +125,12 @@ def _routed_down(
     else:
         lead, pairs = members(ids, expert, place, T, K, 8, KP)
     if lead:
+        if FORM == NVFP4:
+            # before the products, which need not wait for it
+            factor = tl.load(scale_2 + expert) * PRODUCT_UP
         acc = _down(hidden, pairs, w, s, early, F, C, L, FORM, W, EARLY, AHEAD)
         if FORM == NVFP4:
-            acc *= tl.load(scale_2 + expert) * PRODUCT_UP
+            acc *= factor
         _store_parts(parts, acc, pairs, row, D, W)
 
 

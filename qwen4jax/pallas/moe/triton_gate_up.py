@@ -171,10 +171,14 @@ def _routed_gate_up(
         lead, pairs = members(ids, expert, place, T, K, 8, KP)
     if lead:
         token = tl.maximum(pairs, 0) // K
+        if FORM == NVFP4:
+            # before the products, which need not wait for them
+            gate_total = tl.load(scale_2 + expert * 2) * PRODUCT_UP
+            up_total = tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
         g, u = _gate_up(x, token, w, s, up, up_scale, early, D, C, L, FORM, W, EARLY, AHEAD)
         if FORM == NVFP4:
-            g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
-            u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
+            g *= gate_total
+            u *= up_total
         _store_hidden(hidden, g, u, pairs, row, F)
 
 
