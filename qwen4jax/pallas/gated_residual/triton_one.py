@@ -2,10 +2,11 @@
 # pyright: reportAttributeAccessIssue=false
 """The boundary for up to 8 rows in one Triton launch, whose programs meet halfway.
 
-What `triton_few` does in two launches, program for program: here each has a share of `down` and one
-of `up`, and asks for the weights of the second before the meeting, which costs less than a second
-launch (11.1 us a boundary of the released size against 13.1, on an H200 with cold weights). The
-shares are such that every multiprocessor has a program, and each about as many weights.
+What `triton_few` does in two launches, product for product: here each program has a share of `down`
+and one of `up`, and asks for the weights of the second before the meeting, which costs less than a
+second launch (on an H200 with cold weights a form of it took 11.1 us a boundary of the released
+size, two launches 13.1). The shares are such that every multiprocessor has a program, and each
+about as many weights.
 
 Memory answers in the order in which it is asked. The streams, the output and the gains come first:
 they are in the cache, and updated by the time the weights are there.
