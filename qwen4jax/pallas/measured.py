@@ -21,10 +21,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
-        "gated_residual.boundary": (
-            (8, ("triton_one", "triton_few", "triton")),
-            (ANY, ("triton",)),
-        ),
+        "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
         "moe.experts": ((_VERIFY, ("triton", "triton_sorted")), (ANY, ("triton_sorted",))),
