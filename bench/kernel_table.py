@@ -25,9 +25,16 @@ def newest(device: str) -> dict[tuple[str, str, str], dict]:
 
 def ranked(lines: dict[tuple[str, str, str], dict]) -> dict[str, list[dict]]:
     """Operation -> rows in the order of its cases: the fastest line, with `xla_us` added."""
+    known = operations()
     order = {
         name: [case.name for case in operation.cases if case.device_only]
-        for name, operation in operations().items()
+        for name, operation in known.items()
+    }
+    # what is gone is history
+    lines = {
+        key: line
+        for key, line in lines.items()
+        if key[0] not in known or key[2] in known[key[0]].implementations
     }
     found: dict[str, list[dict]] = {}
     for op in dict.fromkeys(key[0] for key in lines):

@@ -24,6 +24,7 @@ from qwen4jax.decode.call import check_integer, check_params, known_tokenizer
 from qwen4jax.decode.requests import prompt_ids
 from qwen4jax.decode.score import Score, bits_per_byte, score_rows
 from qwen4jax.decode.text import Tokenizer
+from qwen4jax.host_table import require_arrays
 from qwen4jax.params import Params
 
 FORMAT = 1
@@ -386,6 +387,7 @@ def _check_ids(windows: dict[str, np.ndarray], vocab_size: int) -> None:
 
 def _fingerprint(params: Params) -> int:
     """A number that other weights are unlikely to have: from the bits of every leaf."""
+    require_arrays(params, "params")
     return zlib.crc32(np.asarray(_bit_sums(jax.tree.leaves(params))))
 
 

@@ -13,11 +13,23 @@ import jax
 import numpy as np
 
 
+def require_arrays(params: Any, what: str) -> None:
+    """Refuses parameters of which a part is no array.
+
+    Raises:
+        ValueError: their table is a `HostTable`; `what` begins the message.
+    """
+    is_table = lambda x: isinstance(x, HostTable)  # noqa: E731
+    if any(map(is_table, jax.tree.leaves(params, is_leaf=is_table))):
+        raise ValueError(f"{what}: the n-gram table is not an array, load with table='device'")
+
+
 @jax.tree_util.register_static
 class HostTable:
     """Rows [rows, width] in NumPy arrays; in a pytree a node without leaves, static like a config.
 
-    Programs are compiled for this very table. It is never written to, and neither may its files be.
+    Programs are compiled for this very table, which they keep alive: another one, of the same files
+    too, has them compiled again. It is never written to, and neither may its files be.
 
     Attributes:
         shape: of the table.

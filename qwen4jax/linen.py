@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from qwen4jax.config import Config
 from qwen4jax.forward_pass import forward
+from qwen4jax.host_table import require_arrays
 from qwen4jax.params import Params, declare, init_params
 from qwen4jax.quant import Nvfp4, TiledNvfp4
 
@@ -55,7 +56,8 @@ class Qwen4Exp(nn.Module):
 
 
 def to_variables(params: Params) -> dict[str, dict[str, Any]]:
-    """The variable dict with the very leaves of `params`."""
+    """The variable dict with the very leaves of `params`, which have to be arrays."""
+    require_arrays(params, "params")
     tree: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         *outer, last = _names(path)

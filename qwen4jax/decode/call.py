@@ -17,6 +17,8 @@ from qwen4jax.params import Params
 from qwen4jax.state import MAX_DRAFT, AttentionCache, DecodeState, abstract_state
 
 _CHUNKS = (16, 64, 256, 512, 1024, 2048)
+# rows and tokens of the steps for short prompts beside a long one, and for what a long one leaves
+_ENDS = ((4, 256), (4, 1024))
 _KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
 
@@ -64,12 +66,14 @@ class Call:
         need = [self.history + len(r.ids) + r.sampling.max_new_tokens for r in self.requests]
         capacity = 0 if state is None else state.capacity
         feed = max(len(r.ids) for r in self.requests)
+        most = chunk_for(feed, chunk)
         self.sizes = Sizes(
             slots=slots_for(len(self.requests), slots),
             max_length=bucket(max(capacity, *need), longest),
             drafts=drafts,
-            chunk=chunk_for(feed, chunk),
+            chunk=most,
             kv_dtype=None if kv_dtype == config.dtype else kv_dtype,
+            ends=tuple(end for end in _ENDS if end[1] < most),
         )
 
     def engine(self) -> Engine:

@@ -21,6 +21,7 @@ from qwen4jax.decode.call import (
     drafts_of,
     known_tokenizer,
 )
+from qwen4jax.decode.capacity import require_room
 from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.options import Sampling
 from qwen4jax.decode.portable import extract, graft
@@ -191,14 +192,12 @@ def prefill(
         check_integer("max_length", max_length, longest)
     if len(ids) > longest:
         raise ValueError(f"prompt: {len(ids)} tokens, the model has {longest} positions")
-    state = init_state(
-        params.config,
-        slots=1,
-        max_length=bucket(max(len(ids), max_length or 0), longest),
-        drafts=drafts,
-        kv_dtype=kv_dtype,
-    )
-    return feed_prompts(params, state, [ids], [0], chunk=chunk_for(len(ids), chunk))[0]
+    room = bucket(max(len(ids), max_length or 0), longest)
+    sizes: dict[str, Any] = dict(slots=1, max_length=room, drafts=drafts, kv_dtype=kv_dtype)
+    chunk = chunk_for(len(ids), chunk)
+    require_room(params.config, **sizes, prefill=(1, chunk))
+    state = init_state(params.config, **sizes)
+    return feed_prompts(params, state, [ids], [0], chunk=chunk)[0]
 
 
 def _internals(params: Params, ids: Sequence[int], capture: Sequence[str]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def sample(
 
 def takes_the_largest(controls: Controls) -> bool:
     """Whether every row's id is that of its largest logit: the mode has no option beside."""
-    changing = ("min_length", "temperature", "output_counts", "bias")
-    return all(getattr(controls, name) is None for name in changing)
+    of_every_mode = ("max_length", "stop_ids")
+    return all(v is None for name, v in vars(controls).items() if name not in of_every_mode)
 
 
 def _mask(

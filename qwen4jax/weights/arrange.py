@@ -46,6 +46,7 @@ def _in_place(w: quant.Nvfp4) -> quant.TiledNvfp4:
 
 
 _tile = jax.jit(quant.TiledNvfp4.of)
+_rows = jax.jit(quant.rows_of_tiles)
 
 
 def stored_leaves(
@@ -61,4 +62,4 @@ def stored_leaves(
 
 
 def _in_order(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return leaf if leaf.shape == shape else quant.rows_of_tiles(leaf)
+    return leaf if leaf.shape == shape else _rows(leaf)

@@ -8,6 +8,7 @@ import pytest
 
 from qwen4jax.ablation import Ablation
 from qwen4jax.decode import batching, compiling
+from qwen4jax.decode.call import Call
 from qwen4jax.decode.compiling import CompileClock, clock, report_new_signature
 from qwen4jax.decode.generate import generate, stream
 from qwen4jax.decode.options import Sampling
@@ -34,6 +35,16 @@ def test_twenty_calls_in_a_bucket_compile_once():
     assert clock.programs == compiled
     assert {one.finish_reason for one in found} >= {"length"}
     assert first.timings.decode_s < 60
+
+
+def test_a_short_prompt_beside_a_long_one_takes_a_short_step():
+    """And so does what a long one leaves: a place of a step costs as much empty as full."""
+    longer = params().replace(config=MODEL.replace(max_position_embeddings=4096))
+    call = Call(
+        longer, [ids(5), ids(2100)], SHORT, 3, None, None, None, False, 8, 2048, None
+    )  # fmt: skip
+    shapes = [call.sizes.prefill_shape(left) for left in (5, 52, 300, 1025, 2100)]
+    assert shapes == [(2, 256), (2, 256), (2, 1024), (2, 2048), (2, 2048)]
 
 
 def test_three_calls_really_alone():

@@ -11,8 +11,10 @@ import pytest
 
 from qwen4jax import generate, quant
 from qwen4jax.config import LINEAR
+from qwen4jax.data import _fingerprint
 from qwen4jax.decode.options import Sampling
 from qwen4jax.host_table import HostTable
+from qwen4jax.linen import to_variables
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.ple import embed, gather
 from qwen4jax.pallas.ple.cases import CASES
@@ -132,6 +134,13 @@ def test_ids_and_log_probabilities_are_the_same():
     )
     assert one.token_ids == other.token_ids
     assert one.logprobs == other.logprobs
+
+
+def test_what_needs_arrays_refuses_it():
+    params = load(GOLDEN / "nvfp4" / "checkpoint", table="host")
+    for use in (to_variables, _fingerprint):
+        with pytest.raises(ValueError, match="n-gram table is not an array"):
+            use(params)
 
 
 def test_it_is_saved_and_stored_like_any_other(tmp_path: Path):

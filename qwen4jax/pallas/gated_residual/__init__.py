@@ -28,7 +28,7 @@ BOUNDARY = Operation(
         "triton_one": Kernel(
             "qwen4jax.pallas.gated_residual.triton_one.boundary",
             needs=("triton",),
-            devices=limits.MEETING,
+            devices=limits.MEETING_DEVICES,
             devices_text=limits.MEETING_TEXT,
             refuses=limits.refuses_one,
         ),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 # programs of a launch that meet: all run at once
 PROGRAMS = 132
 # GPUs with as many multiprocessors; a slice of one (MIG) has fewer
-MEETING = r"^(?!.*MIG).*(H100 80GB HBM3|H200|B200|B300)"
+MEETING_DEVICES = r"^(?!.*MIG).*(H100 80GB HBM3|H200|B200|B300)"
 MEETING_TEXT = f"a whole GPU with {PROGRAMS} multiprocessors or more (H100 SXM, H200, B200, B300)"
 # sums by slice are found by 32 bits
 MOST_ROWS = 65536
@@ -98,7 +98,7 @@ def refuses_one(
     if reason := refuses_few(streams, pending, norm, down, up, inject):
         return reason
     if inject is None:
-        return "takes injection weights: the final mixer's call has no counter to hand on"
+        return "takes injection weights, which the final mixer has not"
     if one_cut(streams.shape[2], streams.shape[3], down.shape[0]) is None:
         return f"takes sizes that can be cut into at most {PROGRAMS} programs"
     return None

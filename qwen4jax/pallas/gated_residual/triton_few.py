@@ -42,7 +42,7 @@ from qwen4jax.pallas.triton_call import triton_call
 
 # columns of the sums beside the low-rank ones: room for the injection weights' logits
 EXTRA = 16
-# of a `down` program (16 were 0.85 us slower at 4 rows)
+# of a `down` program (16 are slower at 4 rows)
 WARPS = 8
 # of an `up` program, which has 16 rows of `up` for each
 UP_WARPS = 4
