@@ -33,9 +33,12 @@ class RunningServer:
     def __init__(self, model: Path, cache: Path, *flags: str, xla_flags: str | None = None):
         given = ["--model", str(model), "--compilation-cache", str(cache), "--port", "0"]
         command = [sys.executable, "-m", "qwen4jax.serve", *given, *SIZES, "--test-faults", *flags]
-        own = {} if xla_flags is None else {"XLA_FLAGS": xla_flags}
+        # as many threads as users get: each of XLA's keeps memory of its own
+        own = {name: value for name, value in os.environ.items() if name != "NPROC"}
+        if xla_flags is not None:
+            own["XLA_FLAGS"] = xla_flags
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | own
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=own
         )
         self.lines: list[dict[str, Any]] = []
         self.noise: list[str] = []
