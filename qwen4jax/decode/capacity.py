@@ -197,7 +197,10 @@ def longest_context(
 def report(
     config: Config, memory: int, slots: Sequence[int], drafts: int = 3, chunk: int = 2048
 ) -> str:
-    """The longest contexts as a Markdown table; `memory` in bytes, `chunk` of prompts in tokens."""
+    """The longest contexts as a Markdown table; `memory` in bytes, `chunk` of prompts in tokens.
+
+    Prompts are fed as `generate` does, up to 4 at a time; a server's whole chunks are of one.
+    """
     weights, rows = weight_bytes(config)
     head = [f"{n} slot{'s' * (n > 1)}" for n in slots]
     lines = [

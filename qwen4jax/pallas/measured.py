@@ -18,7 +18,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
     r"H200": {
         "skinny_matmul": _FEW_TRITON,
         "skinny_matmul.projections": _FEW_TRITON,
-        "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
+        "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")),),
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
         "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),

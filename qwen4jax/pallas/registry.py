@@ -28,6 +28,13 @@ from qwen4jax.pallas.measured import ANY, FASTEST
 
 REFERENCE = "reference"
 
+# of a `Kernel`: where wgmma is, or all that has TMA
+HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
+TMA: dict[str, Any] = {
+    "devices": r"H100|H200|GH200|B[23]00",
+    "devices_text": "a GPU that has TMA, Hopper or later",
+}
+
 # ((operation or "", implementation), ...), and the kind of device traced for
 _choice = jax.make_user_context(())
 _device = jax.make_user_context(None)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen4jax.decode import round as decode_round
 from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.sampling import sample, takes_the_largest
 from qwen4jax.model import head, likeliest
@@ -70,6 +71,23 @@ def test_greedy_ids_are_those_of_the_logits():
     ):
         row = Row(Sampling(**dict(temperature=0) | options), 1)
         assert not takes_the_largest(make_controls([row], 1, VOCAB)), options
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_logits_are_written_only_where_they_are_read(monkeypatch, logprobs: bool):
+    """A greedy call makes none, unless it asks for log-probabilities."""
+
+    def unwanted(*_: Any, **__: Any):
+        raise AssertionError("not for this mode")
+
+    monkeypatch.setattr(decode_round, "likeliest" if logprobs else "head", unwanted)
+    params, places = t0(), jnp.ones((2, 3), jnp.int32)
+    hidden = jax.random.normal(jax.random.key(6), (2, 3, params.config.hidden_size))
+    controls = make_controls([Row(Sampling(temperature=0), 1)] * 2, 2, VOCAB)
+    got = decode_round._choose(params, hidden, places, places, controls, logprobs, 0)
+    want = sample(head(params, hidden), places, places, controls, logprobs=False)
+    np.testing.assert_array_equal(got.ids, want.ids)
+    assert (got.logprobs is not None) == logprobs
 
 
 @pytest.mark.parametrize("options", [dict(top_k=1), dict(top_p=1e-6), dict(temperature=0)], ids=str)

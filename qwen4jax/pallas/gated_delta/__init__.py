@@ -12,13 +12,11 @@ all of them by a triangular system, then outputs and state by matrix products. T
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); spec section 6.
 """
 
-from typing import Any
-
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas.gated_delta import limits, reference
-from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.registry import TMA, Kernel, Operation
 from qwen4jax.state import DeltaNetState
 
 
@@ -50,17 +48,13 @@ class Factors(struct.PyTreeNode):
 _TRITON_STEP = "qwen4jax.pallas.gated_delta.triton_step.step"
 _TRITON_COMMIT = "qwen4jax.pallas.gated_delta.triton_commit.commit"
 _TRITON_CHUNKS = "qwen4jax.pallas.gated_delta.triton_chunks.chunks"
-_TMA: dict[str, Any] = {
-    "devices": r"H100|H200|GH200|GB?[23]00",
-    "devices_text": "a GPU that has TMA, Hopper or later",
-}
 STEP = Operation(
     "gated_delta.step",
     {
         "reference": reference.step,
         "triton": Kernel(_TRITON_STEP, needs=("triton",), refuses=limits.step),
         "mosaic": Kernel(
-            "qwen4jax.pallas.gated_delta.mosaic_step.step", refuses=limits.mosaic_step, **_TMA
+            "qwen4jax.pallas.gated_delta.mosaic_step.step", refuses=limits.mosaic_step, **TMA
         ),
     },
 )

@@ -1,15 +1,12 @@
 """The gated residual: what a sublayer reads of the streams, and how its output goes back."""
 
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas import counters
 from qwen4jax.pallas.gated_residual import limits, reference
-from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.registry import HOPPER, Kernel, Operation
 
 _MOSAIC = "qwen4jax.pallas.gated_residual.mosaic_hopper"
-_HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
 
 BOUNDARY = Operation(
     "gated_residual.boundary",
@@ -32,7 +29,7 @@ BOUNDARY = Operation(
             devices_text=limits.MEETING_TEXT,
             refuses=limits.refuses_one,
         ),
-        "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=limits.refuses_mosaic, **_HOPPER),
+        "mosaic_hopper": Kernel(f"{_MOSAIC}.boundary", refuses=limits.refuses_mosaic, **HOPPER),
     },
 )
 MIX = Operation("gated_residual.mix", {"reference": reference.mix})

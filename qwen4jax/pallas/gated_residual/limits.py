@@ -9,8 +9,16 @@ PROGRAMS = 132
 # GPUs with as many multiprocessors; a slice of one (MIG) has fewer
 MEETING_DEVICES = r"^(?!.*MIG).*(H100 80GB HBM3|H200|B200|B300)"
 MEETING_TEXT = f"a whole GPU with {PROGRAMS} multiprocessors or more (H100 SXM, H200, B200, B300)"
+# columns of the sums beside the low-rank ones: room for the injection weights' logits
+EXTRA = 16
 # sums by slice are found by 32 bits
 MOST_ROWS = 65536
+
+
+def _refuses_dtype(*arrays: Any) -> str | None:
+    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
+        return "takes bfloat16 streams and weights"
+    return None
 
 
 def refuses(
@@ -18,9 +26,8 @@ def refuses(
 ) -> str | None:
     """What keeps `triton` from these arguments."""
     batch, time, count, hidden = streams.shape
-    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
-    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
-        return "takes bfloat16 streams and weights"
+    if reason := _refuses_dtype(streams, norm, down, up, inject, *(pending or ())[1:]):
+        return reason
     if not 1 <= batch * time <= MOST_ROWS:
         return f"takes 1 to {MOST_ROWS} rows, not {batch * time}"
     if count not in (2, 4, 8, 16) or hidden % 64 or down.shape[0] % 16:
@@ -46,9 +53,8 @@ def refuses_mosaic(
 ) -> str | None:
     """What keeps `mosaic_hopper` from these arguments."""
     batch, time, count, hidden = streams.shape
-    arrays = [streams, norm, down, up, inject, *(pending or ())[1:]]
-    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
-        return "takes bfloat16 streams and weights"
+    if reason := _refuses_dtype(streams, norm, down, up, inject, *(pending or ())[1:]):
+        return reason
     if (rows := batch * time) not in (*range(1, 9), 16, 24, 32):
         return f"takes 1 to 8, 16, 24 or 32 rows, not {rows}"
     if count != 4 or hidden % 256 or down.shape[0] % 64:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.gated_residual import limits
 from qwen4jax.pallas.gated_residual.triton_few_math import (
     down_weights,
     gated_mean,
@@ -40,8 +41,6 @@ from qwen4jax.pallas.gated_residual.triton_few_math import (
 from qwen4jax.pallas.gated_residual.triton_kernels import ask
 from qwen4jax.pallas.triton_call import triton_call
 
-# columns of the sums beside the low-rank ones: room for the injection weights' logits
-EXTRA = 16
 # of a `down` program (16 are slower at 4 rows)
 WARPS = 8
 # of an `up` program, which has 16 rows of `up` for each
@@ -73,7 +72,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
         name=f"gated_residual_down_{rows}x{count}x{hidden}",
         out=(
             shape(flat.shape if pending is not None else (1, 1), flat.dtype),
-            shape((count, rows, rank + EXTRA), jnp.float32),
+            shape((count, rows, rank + limits.EXTRA), jnp.float32),
             shape((count, rows), jnp.float32),
         ),
         grid=(count, tiles),

@@ -30,11 +30,10 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from qwen4jax.pallas.gated_residual import limits
 from qwen4jax.pallas.gated_residual import triton_kernels as kernels
 from qwen4jax.pallas.triton_call import triton_call
 
-# columns of the sums beside the low-rank ones: room for the injection weights' logits
-EXTRA = 16
 # outputs of a `down` program; rows of `up` of an `up` program
 OUTPUTS = 64
 # sums of a `squeeze` program: a warp's 16-byte loads of a slice
@@ -152,7 +151,7 @@ def _normed(arrays: Any, pending: bool, sizes: Any, eps: float) -> Any:
 
 
 def _down(normed: Any, matrices: Any, tiles: int, how: Cut, sizes: Any) -> Any:
-    """Sums by slice [slices, blocks of rows, rank + EXTRA, rows of a block]."""
+    """Sums by slice [slices, blocks of rows, rank + limits.EXTRA, rows of a block]."""
     rows, count, hidden, rank = (sizes[n] for n in ("T", "R", "D", "L"))
     slices, blocks = count * hidden // how.width, triton.cdiv(rows, how.rows)
     return triton_call(
@@ -160,7 +159,7 @@ def _down(normed: Any, matrices: Any, tiles: int, how: Cut, sizes: Any) -> Any:
         *matrices,
         kernel=kernels.down_kernel,
         name=f"gated_residual_down_{rows}x{count}x{hidden}",
-        out=jax.ShapeDtypeStruct((slices, blocks, rank + EXTRA, how.rows), jnp.float32),
+        out=jax.ShapeDtypeStruct((slices, blocks, rank + limits.EXTRA, how.rows), jnp.float32),
         # blocks of rows next to each other: a weight's second reader finds it in the cache
         grid=(blocks, slices, tiles),
         num_stages=how.down_stages,
@@ -184,7 +183,7 @@ def _updated_down(
         name=f"gated_residual_update_down_{rows}x{count}x{hidden}",
         out=(
             _new(arrays, pending),
-            jax.ShapeDtypeStruct((slices, 1, rank + EXTRA, how.rows), jnp.float32),
+            jax.ShapeDtypeStruct((slices, 1, rank + limits.EXTRA, how.rows), jnp.float32),
             jax.ShapeDtypeStruct((slices, how.rows), jnp.float32),
         ),
         grid=(slices, tiles),

@@ -36,9 +36,6 @@ from qwen4jax.pallas.gated_residual.triton_kernels import ask
 from qwen4jax.pallas.triton_call import triton_call
 from qwen4jax.pallas.triton_meeting import meet
 
-# columns of the sums beside the low-rank ones: room for the injection weights' logits
-EXTRA = 16
-
 
 def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
     """See `qwen4jax.pallas.gated_residual.boundary`."""
@@ -64,7 +61,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
         out=(
             shape(counter.shape, jnp.int32),
             shape(flat.shape if pending is not None else (1, 1), flat.dtype),
-            shape((count, rows, rank + EXTRA), jnp.float32),
+            shape((count, rows, rank + limits.EXTRA), jnp.float32),
             shape((count, rows), jnp.float32),
             shape((rows, hidden), flat.dtype),
             shape((rows, count), jnp.float32),

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas.index_score import limits, reference
-from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.registry import HOPPER, Kernel, Operation
 
 IMPLEMENTATIONS = Operation(
     "index_score",
@@ -16,9 +16,8 @@ IMPLEMENTATIONS = Operation(
         ),
         "mosaic_hopper": Kernel(
             "qwen4jax.pallas.index_score.mosaic_hopper.index_score",
-            devices=r"H100|H200|GH200",
-            devices_text="a Hopper GPU",
             refuses=limits.refuses_mosaic,
+            **HOPPER,
         ),
     },
 )

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas.index_topk import limits, reference
-from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.registry import HOPPER, Kernel, Operation
 
 IMPLEMENTATIONS = Operation(
     "index_topk",
@@ -17,8 +17,7 @@ IMPLEMENTATIONS = Operation(
         "mosaic_hopper": Kernel(
             "qwen4jax.pallas.index_topk.mosaic_hopper.index_topk",
             refuses=limits.refuses_mosaic,
-            devices=r"H100|H200|GH200",
-            devices_text="a Hopper GPU",
+            **HOPPER,
         ),
     },
 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen4jax import quant
-from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.registry import HOPPER, Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import reference
 
 _TRITON = "qwen4jax.pallas.skinny_matmul.triton_kernels"
@@ -75,14 +75,12 @@ def _refuses_several_mosaic(
     return _refuses_mosaic(x, weights, out_dtypes)
 
 
-_HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
-
 IMPLEMENTATIONS = Operation(
     "skinny_matmul",
     {
         "reference": reference.skinny_matmul,
         "triton": Kernel(f"{_TRITON}.skinny_matmul", needs=("triton",), refuses=_refuses_one),
-        "mosaic_hopper": Kernel(f"{_MOSAIC}.skinny_matmul", refuses=_refuses_one_mosaic, **_HOPPER),
+        "mosaic_hopper": Kernel(f"{_MOSAIC}.skinny_matmul", refuses=_refuses_one_mosaic, **HOPPER),
     },
 )
 PROJECTIONS = Operation(
@@ -91,7 +89,7 @@ PROJECTIONS = Operation(
         "reference": reference.projections,
         "triton": Kernel(f"{_TRITON}.projections", needs=("triton",), refuses=_refuses_several),
         "mosaic_hopper": Kernel(
-            f"{_MOSAIC}.projections", refuses=_refuses_several_mosaic, **_HOPPER
+            f"{_MOSAIC}.projections", refuses=_refuses_several_mosaic, **HOPPER
         ),
     },
 )

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from qwen4jax.pallas.registry import Kernel, Operation
+from qwen4jax.pallas.registry import HOPPER, Kernel, Operation
 from qwen4jax.pallas.sparse_attention import limits, reference
 
 IMPLEMENTATIONS = Operation(
@@ -21,9 +21,8 @@ IMPLEMENTATIONS = Operation(
         ),
         "mosaic_hopper": Kernel(
             "qwen4jax.pallas.sparse_attention.mosaic_hopper.sparse_attention",
-            devices=r"H100|H200|GH200",
-            devices_text="a Hopper GPU",
             refuses=limits.refuses_mosaic,
+            **HOPPER,
         ),
     },
 )
