@@ -14,7 +14,7 @@ import jax
 from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.compiling import clock
 from qwen4jax.decode.running import Delta
-from qwen4jax.decode.score import Scoring
+from qwen4jax.decode.score import Score, Scoring
 from qwen4jax.serve.errors import CallError, internal, unavailable
 from qwen4jax.serve.jobs import Gain, GenerateJob, Job, ScoreJob, Times
 from qwen4jax.serve.logs import event
@@ -230,8 +230,7 @@ class DeviceLoop:
         text.wait()
         if not text.advance():
             (score,) = text.scores()
-            job.mailbox.put(score)
-            self._end(job)
+            self._end(job, score)
 
     def _deliver(self, delta: Delta) -> None:
         """Hands a burst to its job, and counts it."""
@@ -266,8 +265,8 @@ class DeviceLoop:
             decode=row.seconds("first", "last"),
             rounds=row.rounds,
         )
-        job.mailbox.put(Gain(sample, delta, times))
         self._free(job, 1)
+        job.mailbox.put(Gain(sample, delta, times))
 
     def _drop_ended(self) -> None:
         """Ends jobs that nobody waits for and jobs whose deadline has passed."""
@@ -281,10 +280,8 @@ class DeviceLoop:
                 late = "the deadline passed before the answer was complete"
                 self._end(job, CallError(grpc.StatusCode.DEADLINE_EXCEEDED, late))
 
-    def _end(self, job: Job, error: CallError | None = None) -> None:
-        """Ends a job: its slots and places are free, and it is told why if it failed."""
-        if error is not None:
-            job.mailbox.put(error)
+    def _end(self, job: Job, last: Score | CallError | None = None) -> None:
+        """Ends a job: its slots and places are free, and it gets its score or why it failed."""
         self._waiting = collections.deque(pair for pair in self._waiting if pair[0] is not job)
         self._scores = collections.deque(one for one in self._scores if one is not job)
         if self._scoring is job:
@@ -296,8 +293,15 @@ class DeviceLoop:
                 self._engine.cancel(number)
                 del self._engine.finished[number]
         self._free(job, job.places)
+        if last is not None:
+            job.mailbox.put(last)
 
     def _free(self, job: Job, places: int) -> None:
+        """Gives places back.
+
+        Before the job is told that it ended: who has an answer finds its place free, and no
+        trace of it in the status.
+        """
         with self._wake:
             self._held -= places
             job.places -= places

@@ -17,7 +17,7 @@ from qwen4jax.decode.running import Delta
 from qwen4jax.serve import engine as engine_module
 from qwen4jax.serve.engine import DeviceLoop, Phase
 from qwen4jax.serve.errors import CallError
-from qwen4jax.serve.jobs import GenerateJob, Mailbox
+from qwen4jax.serve.jobs import GenerateJob, Job, Mailbox, ScoreJob
 from qwen4jax.serve.metrics import Metrics
 from tests.decode.small import ids, mode, params
 from tests.serve.running import until
@@ -150,6 +150,19 @@ class FakeEngine:
         self.finished[number] = self.running.pop(number)
 
 
+class FakeScoring:
+    """Has its score at once."""
+
+    def wait(self) -> None:
+        pass
+
+    def advance(self) -> bool:
+        return False
+
+    def scores(self) -> list[Any]:
+        return ["score"]
+
+
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     """The engines that a loop makes; of a model that is broken only the first."""
@@ -166,7 +179,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     return made
 
 
-async def end_of(job: GenerateJob) -> Any:
+async def end_of(job: Job) -> Any:
     return (await asyncio.wait_for(job.mailbox.take(), 30))[-1]
 
 
@@ -187,6 +200,43 @@ def test_what_cannot_be_admitted_ends_and_the_next_is_served(faked: list[FakeEng
         assert "no memory for it" in serving.last_fault
 
     asyncio.run(main())
+
+
+def test_who_is_told_the_end_finds_the_place_free(
+    faked: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+):
+    """Of an answer, a score and a failure: at once, in what is accepted and in the metrics."""
+    monkeypatch.setattr(engine_module, "new_scoring", lambda served, ids, named: FakeScoring())
+    metrics, seen = Metrics(), []
+
+    def watched[J: Job](job: J, serving: DeviceLoop) -> J:
+        put = job.mailbox.put
+
+        def look(item: Any) -> None:
+            seen.append((job.request_id, serving.held, metrics.value("waiting")))
+            put(item)
+
+        monkeypatch.setattr(job.mailbox, "put", look)
+        return job
+
+    async def main() -> None:
+        served = types.SimpleNamespace(parameter_bytes=1, broken=False)
+        serving = DeviceLoop(lambda: served, slots=1, queue=0, metrics=metrics)
+        serving.start()
+        until(lambda: serving.phase is Phase.SERVING)
+        jobs = (
+            GenerateJob("good", [request(3)], deadline=None),
+            ScoreJob("scored", [1, 2], (), deadline=None),
+            GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None),
+            GenerateJob("late", [request(3)], deadline=0.0),
+        )
+        for job in jobs:
+            # no place to wait in: the next is accepted as soon as the last is told
+            serving.submit(watched(job, serving))
+            await end_of(job)
+
+    asyncio.run(main())
+    assert seen == [(name, 0, 0.0) for name in ("good", "scored", "bad", "late")]
 
 
 def test_a_device_that_does_not_come_back(faked: list[FakeEngine]):
