@@ -67,11 +67,14 @@ class DeviceLoop:
         self._load, self._slots, self._queue, self._metrics = load, slots, queue, metrics
         metrics.compile_seconds.set_function(lambda: clock.seconds)
         metrics.compiled_programs.set_function(lambda: clock.programs)
+        metrics.running.set_function(lambda: self.counts()[0])
+        metrics.waiting.set_function(lambda: self.counts()[1])
         self._wake = threading.Condition()
         # guarded by _wake
         self._inbox: list[Job] = []
         self._jobs: set[Job] = set()
         self._held = 0
+        self._released = False
         # the thread's own
         self._engine: Engine | None = None
         self._numbers = itertools.count()
@@ -91,6 +94,16 @@ class DeviceLoop:
     def held(self) -> int:
         """Samples and scores that were accepted and have not ended."""
         return self._held
+
+    def counts(self) -> tuple[int, int]:
+        """Samples in a slot, and samples and scores that wait, at one moment.
+
+        Their sum is `held`: what was accepted is in one of them at once and until it has ended,
+        also while the device does not come back from a step.
+        """
+        with self._wake:
+            running = len(self._live)
+            return running, self._held - running
 
     def progress(self, detail: str) -> None:
         """Says how far loading is, without a line in the log."""
@@ -126,7 +139,13 @@ class DeviceLoop:
         """Accepts no more; what was accepted goes on."""
         with self._wake:
             if self.phase is not Phase.FAILED:
-                self.phase, self.detail = Phase.DRAINING, detail
+                self._become(Phase.DRAINING, detail)
+
+    def release(self) -> None:
+        """Ends a hold of `--test-faults`, the one there is or the next."""
+        with self._wake:
+            self._released = True
+            self._wake.notify()
 
     def abandon(self, message: str) -> None:
         """Ends every job as UNAVAILABLE, without waiting for the thread."""
@@ -148,15 +167,21 @@ class DeviceLoop:
             self._engine, self.served = engine, served
             with self._wake:
                 if self.phase is Phase.LOADING:
-                    self.phase, self.detail = Phase.SERVING, ""
+                    self._become(Phase.SERVING, "")
             while True:
                 self._turn(served)
         except Exception as error:
             # before it serves, a wrong file or option is the usual reason: its message says which
             known = self.served is None and isinstance(error, ValueError | TypeError | MemoryError)
             event(f"failed: {error}", level=logging.ERROR, trace=not known)
-            self.phase, self.detail = Phase.FAILED, f"{type(error).__name__}: {error}"
+            with self._wake:
+                self._become(Phase.FAILED, f"{type(error).__name__}: {error}")
             self.abandon("the server has failed")
+
+    def _become(self, phase: Phase, detail: str) -> None:
+        # in this order: who sees the phase finds its reason
+        self.detail = detail
+        self.phase = phase
 
     def _say(self, detail: str) -> None:
         self.detail = detail
@@ -197,7 +222,6 @@ class DeviceLoop:
             engine.admit(number, job.requests[sample])
             self._metrics.queue_time.observe(time.perf_counter() - job.accepted)
             self._metrics.prompt_tokens.inc(len(job.requests[sample].ids))
-        self._count()
         self._do_faults(engine)
         feed = True
         if self._scoring or self._scores:
@@ -212,7 +236,6 @@ class DeviceLoop:
             counted = self._count_steps(engine, counted)
             self._deliver(delta)
         self._count_steps(engine, counted)
-        self._count()
 
     def _count_steps(self, engine: Engine, counted: tuple[int, int]) -> tuple[int, int]:
         """Adds what the engine has dispatched since; returns how much that is in all."""
@@ -270,13 +293,12 @@ class DeviceLoop:
 
     def _drop_ended(self) -> None:
         """Ends jobs that nobody waits for and jobs whose deadline has passed."""
-        now = time.monotonic()
         with self._wake:
             jobs = tuple(self._jobs)
         for job in jobs:
             if job.cancelled:
                 self._end(job)
-            elif job.deadline is not None and now >= job.deadline:
+            elif job.over:
                 late = "the deadline passed before the answer was complete"
                 self._end(job, CallError(grpc.StatusCode.DEADLINE_EXCEEDED, late))
 
@@ -309,7 +331,6 @@ class DeviceLoop:
                 self._jobs.discard(job)
                 # not yet looked at, and ended already
                 self._inbox = [one for one in self._inbox if one is not job]
-        self._count()
 
     def _recover(self, served: Served, failure: str) -> None:
         """After a failed step: ends what ran, and goes on with an empty state.
@@ -335,14 +356,16 @@ class DeviceLoop:
     def _do_faults(self, engine: Engine) -> None:
         for row in tuple(engine.running.values()):
             job, _ = self._live[row.number]
-            if job.fault is not None and (row.ids or not job.fault.needs_tokens):
+            if job.fault is not None and job.fault.is_due(len(row.ids)):
                 fault, job.fault = job.fault, None
-                fault.happen(engine, row.slot)
+                fault.happen(engine, row.slot, self._hold)
+
+    def _hold(self) -> None:
+        """Holds still until it is released, or a job is over that is to be dropped."""
+        with self._wake:
+            while not (self._released or any(job.over for job in self._jobs)):
+                self._wake.wait(0.01)
+            self._released = False
 
     def _note(self, fault: str) -> None:
         self.last_fault = f"{time.strftime('%FT%TZ', time.gmtime())} {fault}"
-
-    def _count(self) -> None:
-        running = len(self._live)
-        self._metrics.running.set(running)
-        self._metrics.waiting.set(self._held - running)

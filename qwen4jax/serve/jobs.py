@@ -100,6 +100,12 @@ class Job:
         self.fault = fault
         self.mailbox: Mailbox[Gain | Score | CallError] = Mailbox()
 
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for it any more, or its deadline has passed."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.cancelled or late
+
 
 class GenerateJob(Job):
     """An accepted Generate call.

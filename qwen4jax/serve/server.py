@@ -23,8 +23,8 @@ from qwen4jax.serve.service import NAME, Service
 
 # seconds between two looks at the device's thread
 _LOOK = 0.1
-# seconds that answers already written get to reach their clients
-_FLUSH = 0.5
+# most seconds that answers already written get to reach their clients; it goes once they have
+_FLUSH = 3.0
 _HEALTH = health_pb2.HealthCheckResponse
 
 
@@ -72,12 +72,14 @@ class Server:
         Raises:
             OptionsError: an address, a port or a file cannot be used.
         """
-        server = self._listen()
+        server, port, metrics_port = self._listen()
         await self._set_health(_HEALTH.NOT_SERVING)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         await server.start()
+        # not before it answers, and before a signal is an orderly end
+        event("listening", host=self._options.host, port=port, metrics_port=metrics_port)
         self._device.start()
         await self._watch()
         await self._stop(server)
@@ -85,7 +87,8 @@ class Server:
             return 0
         return 2 if self._device.served is None else 1
 
-    def _listen(self) -> grpc.aio.Server:
+    def _listen(self) -> tuple[grpc.aio.Server, int, int | None]:
+        """A server that has not started, its port, and that of its metrics."""
         options, tokens = self._options, tokens_of(self._options.token_file)
         server = grpc.aio.server(
             interceptors=[TokenCheck(tokens, self._metrics)] if tokens else [],
@@ -113,8 +116,7 @@ class Server:
                 metrics_port = self._metrics.listen(options.host, metrics_port)
             except OSError as error:
                 raise OptionsError(f"--metrics-port: {metrics_port}: {error.strerror}") from None
-        event("listening", host=options.host, port=port, metrics_port=metrics_port)
-        return server
+        return server, port, metrics_port
 
     def _on_signal(self) -> None:
         self._signals += 1

@@ -12,6 +12,7 @@ from qwen4jax.serve import messages, validation
 from qwen4jax.serve.calls import Calls
 from qwen4jax.serve.engine import DeviceLoop, Phase
 from qwen4jax.serve.errors import CallError, unavailable
+from qwen4jax.serve.faults import RELEASE
 from qwen4jax.serve.jobs import Gain, GenerateJob, ScoreJob
 from qwen4jax.serve.metrics import Metrics
 from qwen4jax.serve.model import Served, seeds_from
@@ -113,8 +114,10 @@ class Service:
 
     async def get_status(self, raw: bytes, context: _Context) -> pb.GetStatusResponse:
         """What the server does."""
-        async with self._calls.call("GetStatus", context):
+        async with self._calls.call("GetStatus", context) as call:
             parse(pb.GetStatusRequest, raw)
+            if call.fault is not None and call.fault.kind == RELEASE:
+                self._device.release()
             return self._status()
         raise AssertionError("a call that does not return is aborted")
 
@@ -127,14 +130,16 @@ class Service:
     def _status(self) -> pb.GetStatusResponse:
         device, served = self._device, self._device.served
         value = self._metrics.value
+        # together, or a sample on its way into a slot would be in neither
+        running, waiting = device.counts()
         return pb.GetStatusResponse(
             state=_STATES[device.phase],
             detail=device.detail,
             uptime_seconds=time.monotonic() - self._began,
             slots=self._options.max_slots,
             queue=self._options.queue,
-            running=int(value("running")),
-            waiting=int(value("waiting")),
+            running=running,
+            waiting=waiting,
             rounds=int(value("rounds_total")),
             prefill_steps=int(value("prefill_steps_total")),
             prompt_tokens=int(value("prompt_tokens_total")),

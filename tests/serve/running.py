@@ -22,6 +22,9 @@ from qwen4jax.serve.v1 import generation_pb2 as pb
 ROOT = Path(__file__).parents[2]
 # the smallest sizes that show everything; float32, in which alone and in company are the same bits
 SIZES = "--dtype float32 --max-slots 4 --queue 4 --chunk 64 --max-context 2304".split()
+# seconds that a server which is told to stop waits for what it has not ended: more than `PATIENCE`,
+# so that one that holds a place too many is found without a limit that a busy machine could miss
+GRACE = ["--grace", "900"]
 SERVICE = "qwen4jax.v1.Generation"
 # a server compiles for a quarter of a minute on two free cores
 PATIENCE = 300.0
@@ -32,7 +35,8 @@ class RunningServer:
 
     def __init__(self, model: Path, cache: Path, *flags: str, xla_flags: str | None = None):
         given = ["--model", str(model), "--compilation-cache", str(cache), "--port", "0"]
-        command = [sys.executable, "-m", "qwen4jax.serve", *given, *SIZES, "--test-faults", *flags]
+        given += [*SIZES, *GRACE, "--test-faults", *flags]
+        command = [sys.executable, "-m", "qwen4jax.serve", *given]
         # as many threads as users get: each of XLA's keeps memory of its own
         own = {name: value for name, value in os.environ.items() if name != "NPROC"}
         if xla_flags is not None:
@@ -55,11 +59,16 @@ class RunningServer:
 
     def wait_for(self, event: str) -> dict[str, Any]:
         """The first line of the log that begins with `event`."""
+        return self.logged(lambda line: line["event"].startswith(event))
+
+    def logged(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first such line of the log: it comes by a pipe, later than what it tells of."""
 
         def found() -> dict[str, Any] | None:
-            assert self.process.poll() is None or not self._reader.is_alive(), self.noise
-            line = next((one for one in self.lines if one["event"].startswith(event)), None)
-            assert line or self.process.poll() is None, (self.lines[-3:], self.noise[-20:])
+            # asked first: nothing is read after the end
+            ended = not self._reader.is_alive()
+            line = next(filter(wanted, self.lines.copy()), None)
+            assert line or not ended, (self.lines[-3:], self.noise[-20:])
             return line
 
         return until(found)
@@ -91,6 +100,16 @@ class RunningServer:
             return None if status.running or status.waiting else status
 
         return until(found)
+
+    def release(self) -> None:
+        """Ends the hold that a call has asked for."""
+        with grpc.insecure_channel(self.target) as channel:
+            status = channel.unary_unary(f"/{SERVICE}/GetStatus")
+            status(b"", timeout=60, metadata=fault("release")["metadata"])
+
+    def serves(self) -> None:
+        """Returns once health says so: the watchdog may have seen a turn that took too long."""
+        until(lambda: self.health() == self.health(SERVICE) == "SERVING")
 
     def health(self, service: str = "") -> str:
         with grpc.insecure_channel(self.target) as channel:
@@ -132,6 +151,11 @@ class RunningServer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def fault(kind: str) -> dict[str, Any]:
+    """Arguments of a call that asks for a fault of `serve/faults.py`."""
+    return {"metadata": [("x-test-fault", kind)]}
 
 
 def until[T](look: Callable[[], T | None], patience: float = PATIENCE) -> T:

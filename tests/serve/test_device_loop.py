@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from qwen4jax.decode.running import Delta
 from qwen4jax.serve import engine as engine_module
 from qwen4jax.serve.engine import DeviceLoop, Phase
 from qwen4jax.serve.errors import CallError
+from qwen4jax.serve.faults import parse_fault
 from qwen4jax.serve.jobs import GenerateJob, Job, Mailbox, ScoreJob
 from qwen4jax.serve.metrics import Metrics
 from tests.decode.small import ids, mode, params
@@ -123,9 +125,10 @@ def test_a_device_that_cannot_begin():
 
 
 class FakeEngine:
-    """Answers each request with one token, and fails where it is told to."""
+    """Answers each request with one token, and fails where it is told to, once that may be."""
 
-    def __init__(self):
+    def __init__(self, may_fail: threading.Event):
+        self._may_fail = may_fail
         self.state, self.rounds, self.prefills, self.feeding = jnp.zeros(3), 0, 0, False
         self.running: dict[int, Any] = {}
         self.finished: dict[int, Any] = {}
@@ -136,6 +139,7 @@ class FakeEngine:
 
     def admit(self, number: int, asked: Request) -> None:
         if asked.ids == (666,):
+            assert self._may_fail.wait(60)
             raise RuntimeError("no memory for it")
         self.running[number] = types.SimpleNamespace(number=number, ids=[], slot=0)
 
@@ -171,12 +175,20 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     def new(served: Any) -> FakeEngine:
         if served.broken and made:
             raise RuntimeError("the device is gone")
-        made.append(FakeEngine())
+        made.append(FakeEngine(served.may_fail))
         return made[-1]
 
     monkeypatch.setattr(engine_module, "new_engine", new)
     monkeypatch.setattr(engine_module, "warm_up", lambda engine, served, say: None)
     return made
+
+
+def model(*, broken: bool = False, may_fail: bool = True) -> types.SimpleNamespace:
+    """What `faked` makes engines of."""
+    event = threading.Event()
+    if may_fail:
+        event.set()
+    return types.SimpleNamespace(parameter_bytes=1, broken=broken, may_fail=event)
 
 
 async def end_of(job: Job) -> Any:
@@ -185,7 +197,7 @@ async def end_of(job: Job) -> Any:
 
 def test_what_cannot_be_admitted_ends_and_the_next_is_served(faked: list[FakeEngine]):
     async def main() -> None:
-        serving = loop(lambda: types.SimpleNamespace(parameter_bytes=1, broken=False))
+        serving = loop(model)
         until(lambda: serving.phase is Phase.SERVING)
         bad = GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None)
         good = GenerateJob("good", [request(3)], deadline=None)
@@ -220,8 +232,7 @@ def test_who_is_told_the_end_finds_the_place_free(
         return job
 
     async def main() -> None:
-        served = types.SimpleNamespace(parameter_bytes=1, broken=False)
-        serving = DeviceLoop(lambda: served, slots=1, queue=0, metrics=metrics)
+        serving = DeviceLoop(model, slots=1, queue=0, metrics=metrics)
         serving.start()
         until(lambda: serving.phase is Phase.SERVING)
         jobs = (
@@ -239,16 +250,72 @@ def test_who_is_told_the_end_finds_the_place_free(
     assert seen == [(name, 0, 0.0) for name in ("good", "scored", "bad", "late")]
 
 
+def test_what_is_accepted_is_seen_at_once(faked: list[FakeEngine]):
+    """While the device is in a step it counts as waiting; a place is in one of two sums, always."""
+    metrics = Metrics()
+
+    async def main() -> None:
+        served = model(may_fail=False)
+        serving = DeviceLoop(lambda: served, slots=1, queue=2, metrics=metrics)
+        serving.start()
+        until(lambda: serving.phase is Phase.SERVING)
+        jobs = [GenerateJob(str(n), [Request(0, 0, (666,), LONG)], deadline=None) for n in range(3)]
+        for count, job in enumerate(jobs, start=1):
+            serving.submit(job)
+            assert sum(serving.counts()) == serving.held == count
+        # admitted as far as the metrics know: it is the device that does not go on
+        until(lambda: serving.counts() == (1, 2))
+        assert (metrics.value("running"), metrics.value("waiting")) == (1.0, 2.0)
+        served.may_fail.set()
+        for job in jobs:
+            assert (await end_of(job)).code.name == "INTERNAL"
+        assert serving.counts() == (0, 0)
+        assert (metrics.value("running"), metrics.value("waiting")) == (0.0, 0.0)
+
+    asyncio.run(main())
+
+
+def test_a_hold_ends_with_its_release_or_with_a_job(faked: list[FakeEngine]):
+    """What tests of the server wait at: no sooner than they say, whichever comes first."""
+
+    async def main() -> None:
+        serving = loop(model)
+        until(lambda: serving.phase is Phase.SERVING)
+        for ends in ("release", "cancel", "deadline", "release before it begins"):
+            if ends == "release before it begins":
+                serving.release()
+            fault, deadline = parse_fault("hold=0"), 0.0 if ends == "deadline" else None
+            held = GenerateJob("held", [request(3)], deadline=None, fault=fault)
+            behind = GenerateJob("behind", [request(3)], deadline=deadline)
+            serving.submit(held)
+            if ends != "release before it begins":
+                until(lambda: serving.counts() == (1, 0))
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(held.mailbox.take(), 0.05)
+            serving.submit(behind)
+            if ends == "release":
+                serving.release()
+            elif ends == "cancel":
+                serving.cancel(behind)
+            assert (await end_of(held)).delta.token_ids == [7]
+            until(lambda: serving.held == 0)
+
+    asyncio.run(main())
+
+
 def test_a_device_that_does_not_come_back(faked: list[FakeEngine]):
     """All that was accepted is told, and the phase says that the process has to go."""
 
     async def main() -> None:
-        failing = loop(lambda: types.SimpleNamespace(parameter_bytes=1, broken=True))
+        served = model(broken=True, may_fail=False)
+        failing = loop(lambda: served)
         until(lambda: failing.phase is Phase.SERVING)
         bad = GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None)
         behind = GenerateJob("behind", [request(3)], deadline=None)
         failing.submit(bad)
         failing.submit(behind)
+        # not before both are accepted
+        served.may_fail.set()
         assert (await end_of(bad)).code.name == "INTERNAL"
         assert (await end_of(behind)).code.name == "UNAVAILABLE"
         until(lambda: failing.phase is Phase.FAILED)
