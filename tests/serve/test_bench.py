@@ -42,7 +42,9 @@ def test_a_line_per_concurrency(server: RunningServer, tmp_path: Path):
         assert (line["completed"], line["failed"], line["device"]) == (6, 0, "cpu")
         assert 0 < line["ttft_p50_ms"] <= line["ttft_p90_ms"] <= line["ttft_p99_ms"]
         assert 0 < line["inter_token_p50_ms"] <= line["inter_token_p90_ms"]
-        assert line["interactivity"] == pytest.approx(1e3 / line["inter_token_p90_ms"], rel=0.01)
+        # it is written in tenths, which are more than a hundredth of it on a busy machine
+        interactivity = pytest.approx(1e3 / line["inter_token_p90_ms"], rel=0.01, abs=0.06)
+        assert line["interactivity"] == interactivity
         assert line["output_tokens_per_s"] > 0
         assert 1 <= line["tokens_per_round"] <= 4
     assert not drawn or (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")

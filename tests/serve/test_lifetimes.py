@@ -4,22 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from qwen4jax.serve.client import Answer, Chunk, Client, Scored, ServerError
-from tests.serve.running import ROOT, RunningServer, in_background, until
+from tests.serve.running import ROOT, RunningServer, fault, in_background, until
 
 Ids = Callable[..., list[int]]
 LONG: dict[str, Any] = {"max_new_tokens": 2000, "ignore_eos": True, "seed": 7}
 SHORT: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.0}
-
-
-def stall(seconds: float) -> dict[str, Any]:
-    return {"metadata": [("x-test-fault", f"stall={seconds}")]}
 
 
 def started(client: Client, prompt: list[int], **options: Any) -> Any:
@@ -30,27 +25,27 @@ def started(client: Client, prompt: list[int], **options: Any) -> Any:
 
 
 def stopped(server: RunningServer) -> None:
-    """Nothing runs, and no round is made any more."""
-    server.idle()
-    # a turn that had begun when the slot was free counts its round at its end
-    time.sleep(0.5)
-    before = server.status().rounds
-    time.sleep(0.2)
+    """Nothing runs or waits, and what rounds there were is counted: none is made any more."""
+    before = server.idle().rounds
     assert server.status().rounds == before
 
 
 def test_a_cancelled_stream_frees_its_slot(server: RunningServer, client: Client, ids: Ids):
-    """SRV-04: after three messages; the company's tokens are those it has alone."""
+    """SRV-04: in mid-stream; the company's tokens are those it has alone."""
     want = client.generate(ids(20), **{**SHORT, "max_new_tokens": 60})
+    before = server.status()
     with in_background(lambda: client.generate(ids(20), **{**SHORT, "max_new_tokens": 60})) as got:
-        stream = client.stream(ids(10), **LONG)
-        for _ in range(3):
-            next(stream)
-        before = server.status()
+        # the device holds still until it goes
+        stream = client.stream(ids(10), **LONG, **fault("hold=30"))
+        seen = 0
+        while seen < 30:
+            seen += len(next(stream).token_ids)
         stream.close()
     assert got[0].token_ids == want.token_ids
     stopped(server)
-    assert server.status().generated_tokens - before.generated_tokens < 1000
+    # of 2,000 that it asked for, those of a round past the hold, and of one that was in flight
+    own = server.status().generated_tokens - before.generated_tokens - 60
+    assert own < 30 + 2 * 4
 
 
 def test_cancelled_in_prefill_and_in_the_queue(server: RunningServer, client: Client, ids: Ids):
@@ -58,26 +53,29 @@ def test_cancelled_in_prefill_and_in_the_queue(server: RunningServer, client: Cl
     before = server.idle().prefill_steps
     with pytest.raises(ServerError, match="DEADLINE_EXCEEDED"):
         # the device holds still while the client goes
-        client.generate(ids(2000), max_new_tokens=1, timeout=0.1, **stall(0.4))
+        client.generate(ids(2000), max_new_tokens=1, timeout=0.1, **fault("hold=0"))
     assert server.idle().prefill_steps - before <= 2
 
-    streams = [started(client, ids(4), **LONG) for _ in range(4)]
+    streams = [started(client, ids(4), **LONG) for _ in range(3)]
+    streams.append(started(client, ids(4), **LONG, **fault("hold=1")))
     admitted = server.status().prompt_tokens
+    # it ends the hold; the four go on
     with pytest.raises(ServerError, match="DEADLINE_EXCEEDED"):
         client.generate(ids(50), max_new_tokens=1, timeout=0.2)
     until(lambda: server.status().waiting == 0)
-    assert server.status().prompt_tokens == admitted
     for stream in streams:
         stream.close()
     stopped(server)
+    assert server.status().prompt_tokens == admitted
 
 
 def test_a_stream_that_goes_while_another_prefills(server: RunningServer, client: Client, ids: Ids):
     """SRV-05: A has a long prompt, B streams and is dropped, then C comes."""
     want_a, want_c = client.generate(ids(2000), **SHORT), client.generate(ids(30), **SHORT)
     stream = started(client, ids(5), **LONG)
-    with in_background(lambda: client.generate(ids(2000), **SHORT)) as results:
+    with in_background(lambda: client.generate(ids(2000), **SHORT, **fault("hold=0"))) as results:
         until(lambda: server.status().running == 2)
+        # until now the device has held still before the first chunk
         stream.close()
         answer = client.generate(ids(30), **SHORT)
     assert answer.token_ids == want_c.token_ids
@@ -117,7 +115,8 @@ def test_deadlines(server: RunningServer, client: Client, ids: Ids):
     stopped(server)
     # what comes before the deadline is not lost, and nothing comes after it
     seen: list[Chunk] = []
-    stream = client.stream(ids(5), timeout=1, **LONG)
+    # a chunk takes milliseconds; then the device holds still until the deadline
+    stream = client.stream(ids(5), timeout=4, **LONG, **fault("hold=1"))
     with pytest.raises(ServerError, match="DEADLINE_EXCEEDED"):
         seen.extend(stream)
     assert next(stream, None) is None
@@ -135,7 +134,7 @@ def test_a_full_queue(server: RunningServer, client: Client, ids: Ids):
         for call in (client.generate, client.score):
             with pytest.raises(ServerError, match="RESOURCE_EXHAUSTED: the queue is full: 8 "):
                 call(ids(8))
-        assert server.health() == "SERVING"
+        server.serves()
         streams.pop().close()
     assert [one.token_ids for one in waiting] == [want] * 4
     for stream in streams:
@@ -196,7 +195,8 @@ def test_ten_long_calls_with_eager_pings(server: RunningServer, ids: Ids):
     ]
     with server.client(options=eager) as client:
         # the device holds still at the first: all wait for it
-        calls: list[Callable[[], Any]] = [lambda: client.generate(ids(5), **SHORT, **stall(3))]
+        stalled = {**SHORT, **fault("stall=3")}
+        calls: list[Callable[[], Any]] = [lambda: client.generate(ids(5), **stalled)]
         calls += [lambda: client.generate(ids(5), **SHORT)] * 6
         calls += [lambda: client.score(ids(9))] * 3
         with in_background(*calls) as results:

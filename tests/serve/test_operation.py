@@ -19,7 +19,7 @@ Start = Callable[..., RunningServer]
 
 
 def test_metrics_and_status_add_up(server: RunningServer, client: Client, ids: Ids):
-    before, was = server.metrics(), server.idle()
+    was, before = server.idle(), server.metrics()
     answers = [
         client.generate(ids(20), max_new_tokens=30, ignore_eos=True, seed=seed) for seed in range(3)
     ]
@@ -59,13 +59,16 @@ def test_logs_have_a_line_per_call(server: RunningServer, client: Client, ids: I
     with pytest.raises(ServerError):
         client.generate([-7], request_id="log-me-1")
     client.generate(ids(3), max_new_tokens=2, request_id="log-me-2")
-    server.idle()
-    lines = {line["request_id"]: line for line in server.lines if line["event"] == "call"}
-    assert lines["log-me-1"]["code"] == "INVALID_ARGUMENT"
-    assert lines["log-me-1"]["details"].startswith("token_ids.ids[0]: -7")
-    assert lines["log-me-2"]["code"] == "OK"
-    assert lines["log-me-2"]["method"] == "Generate"
-    assert lines["log-me-2"]["seconds"] >= 0
+    first, second = (
+        server.logged(lambda line, name=name: line.get("request_id") == name)
+        for name in ("log-me-1", "log-me-2")
+    )
+    assert first["event"] == second["event"] == "call"
+    assert first["code"] == "INVALID_ARGUMENT"
+    assert first["details"].startswith("token_ids.ids[0]: -7")
+    assert second["code"] == "OK"
+    assert second["method"] == "Generate"
+    assert second["seconds"] >= 0
     assert all({"time", "level", "event"} <= set(line) for line in server.lines)
 
 

@@ -78,6 +78,7 @@ def lines() -> list[list[str]]:
 
 def test_grpcurl_lines_work_by_reflection(server: RunningServer):
     assert len(lines()) == 5
+    server.serves()
     done: dict[str, Any] = {}
     with grpc.insecure_channel(server.target) as channel:
         for line in lines():

@@ -110,7 +110,7 @@ def test_certificates_and_tokens(start: Start, tmp_path: Path):
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                 list(generate(b"", timeout=20))
         server.signal()
-        assert server.exit_code(10) == 0
+        assert server.exit_code() == 0
 
 
 @pytest.mark.parametrize(
