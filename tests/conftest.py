@@ -6,6 +6,7 @@ from pathlib import Path
 import hypothesis
 import jaxtyping
 import pytest
+from hypothesis.internal.conjecture import providers
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -13,11 +14,20 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # transformation may fill with anything (a sharding, a ShapeDtypeStruct, None).
 SHAPE_CHECKED = ("qwen4jax.pallas", "qwen4jax.layers", "qwen4jax.model", "qwen4jax.decode")
 
-# The same examples in every run, and no deadline: the first example of a test compiles.
+# The same examples in every run, and no time limit: the first example of a test compiles, and a
+# busy machine draws slowly.
 hypothesis.settings.register_profile(
-    "qwen4jax", derandomize=True, max_examples=20, deadline=None, database=None
+    "qwen4jax",
+    derandomize=True,
+    max_examples=20,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("qwen4jax")
+# it draws constants of the project's modules too, of those that this process has imported so far:
+# a test would have other examples alone, in company, and on another worker (test_examples.py)
+providers.is_local_module_file = lambda path: False
 
 
 def pytest_addoption(parser: pytest.Parser):
