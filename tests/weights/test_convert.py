@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -18,7 +19,8 @@ from checkpoints.convert import convert
 from qwen4jax import quant
 from qwen4jax.config import Config, Quantization
 from qwen4jax.hf_fields import ConfigError
-from qwen4jax.weights import quantize
+from qwen4jax.weights import quantize, safetensors
+from qwen4jax.weights import save as saving
 from qwen4jax.weights.errors import CheckpointError
 from qwen4jax.weights.load import load, load_and_report
 from qwen4jax.weights.save import save
@@ -225,25 +227,35 @@ def test_a_failure_half_way_leaves_nothing_LOD_20(source: Path, tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+def die_in_the_second_file(source: str, target: str) -> None:
+    """What the process of the next test does: it writes half of a file and is gone."""
+    written: list[Path] = []
+
+    def dying(path: Path, *arguments: object) -> None:
+        safetensors.write_file(path, *arguments)  # pyright: ignore[reportArgumentType]
+        written.append(path)
+        if len(written) == 2:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saving.write_file = dying
+    script.main([source, target, "--experts", "nvfp4", "--shard-bytes", "100000"])
+
+
 def test_a_killed_conversion_leaves_nothing_that_loads_LOD_20(tmp_path: Path):
     """LOD-20: killed while it writes; then run again to the end."""
     config = Config.tiny(num_experts=64, hidden_size=256, dtype="bfloat16")
     source, target = tmp_path / "source", tmp_path / "target"
     save(random_params(config), source)
     before = hashes(source)
-    command = [sys.executable, ROOT / "checkpoints" / "convert.py", source, target]
-    options = ["--experts", "nvfp4", "--shard-bytes", "100000"]
-    process = subprocess.Popen([*command, *options])
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".target.partial-*/*.safetensors")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
+    code = "import sys; from tests.weights.test_convert import *; "
+    command = [sys.executable, "-c", code + "die_in_the_second_file(*sys.argv[1:])", source, target]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert not target.exists()
     assert hashes(source) == before
     (left,) = tmp_path.glob(".target.partial-*")
+    assert len(list(left.glob("*.safetensors"))) == 2
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         load(left)
     convert(source, target, NVFP4)
