@@ -2,19 +2,15 @@
 
 import importlib
 import json
-import os
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-# the package sets what XLA reads when a process starts; these tests share theirs with others
-with mock.patch.dict(os.environ):
-    from bench import chains, kernel_table, kernels, peers, timing
-    from bench.operations import draw, operations, split
+from bench import chains, kernel_table, kernels, peers, timing
+from bench.operations import draw, operations, split
 from qwen4jax.pallas import skinny_matmul
 
 FIELDS = (
