@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ def test_twenty_calls_in_a_bucket_compile_once():
     """Prompts of 1 to 16 tokens, up to 48 new ones, and other values of the same options."""
     programs = batching._prefill_and_begin, next_round
     before = [program._cache_size() for program in programs]
+    began = time.perf_counter()
     first = generate(params(), ids(16), sampling=SHORT)
+    wall = time.perf_counter() - began
     compiled, sizes = clock.programs, [program._cache_size() for program in programs]
     assert all(after - old <= 1 for old, after in zip(before, sizes, strict=True))
     found = []
@@ -34,7 +37,8 @@ def test_twenty_calls_in_a_bucket_compile_once():
     assert [program._cache_size() for program in programs] == sizes
     assert clock.programs == compiled
     assert {one.finish_reason for one in found} >= {"length"}
-    assert first.timings.decode_s < 60
+    # parts of the call, whatever a machine takes for it
+    assert 0 <= first.timings.prefill_s + first.timings.decode_s < wall
 
 
 def test_a_short_prompt_beside_a_long_one_takes_a_short_step():

@@ -22,7 +22,7 @@ from qwen4jax.serve.faults import parse_fault
 from qwen4jax.serve.jobs import GenerateJob, Job, Mailbox, ScoreJob
 from qwen4jax.serve.metrics import Metrics
 from tests.decode.small import ids, mode, params
-from tests.serve.running import until
+from tests.serve.running import PATIENCE, until
 
 SIZES = Sizes(slots=4, max_length=1024, drafts=3, chunk=64, rows=1, ends=((4, 16),))
 LONG = Sampling(temperature=0, max_new_tokens=900, ignore_eos=True)
@@ -139,7 +139,7 @@ class FakeEngine:
 
     def admit(self, number: int, asked: Request) -> None:
         if asked.ids == (666,):
-            assert self._may_fail.wait(60)
+            assert self._may_fail.wait(PATIENCE)
             raise RuntimeError("no memory for it")
         self.running[number] = types.SimpleNamespace(number=number, ids=[], slot=0)
 
@@ -192,7 +192,7 @@ def model(*, broken: bool = False, may_fail: bool = True) -> types.SimpleNamespa
 
 
 async def end_of(job: Job) -> Any:
-    return (await asyncio.wait_for(job.mailbox.take(), 30))[-1]
+    return (await asyncio.wait_for(job.mailbox.take(), PATIENCE))[-1]
 
 
 def test_what_cannot_be_admitted_ends_and_the_next_is_served(faked: list[FakeEngine]):

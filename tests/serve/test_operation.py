@@ -12,7 +12,7 @@ import pytest
 from qwen4jax.serve.client import Client, ServerError
 from qwen4jax.serve.model import load_served
 from qwen4jax.serve.options import parse
-from tests.serve.running import ROOT, RunningServer, in_background
+from tests.serve.running import PATIENCE, ROOT, RunningServer, in_background
 
 Ids = Callable[..., list[int]]
 Start = Callable[..., RunningServer]
@@ -129,7 +129,7 @@ def run(*command: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProce
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 

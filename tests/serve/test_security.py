@@ -87,7 +87,7 @@ def test_certificates_and_tokens(start: Start, tmp_path: Path):
         def code_of(**arguments: Any) -> str:
             try:
                 with Client(target, **arguments) as client:
-                    return "OK" if client.status(timeout=20).slots else ""
+                    return "OK" if client.status(timeout=60).slots else ""
             except ServerError as error:
                 return error.code
 
@@ -105,10 +105,10 @@ def test_certificates_and_tokens(start: Start, tmp_path: Path):
         )
         with grpc.secure_channel(target, secrets) as channel:
             health = channel.unary_unary("/grpc.health.v1.Health/Check")
-            assert health(b"", timeout=20)
+            assert health(b"", timeout=60)
             generate = channel.unary_stream("/qwen4jax.v1.Generation/Generate")
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                list(generate(b"", timeout=20))
+                list(generate(b"", timeout=60))
         server.signal()
         assert server.exit_code() == 0
 
