@@ -24,10 +24,10 @@ ROOT = Path(__file__).parents[2]
 SIZES = "--dtype float32 --max-slots 4 --queue 4 --chunk 64 --max-context 2304".split()
 # seconds that a server which is told to stop waits for what it has not ended: more than `PATIENCE`,
 # so that one that holds a place too many is found without a limit that a busy machine could miss
-GRACE = ["--grace", "900"]
+GRACE = ["--grace", "1800"]
 SERVICE = "qwen4jax.v1.Generation"
-# a server compiles for a quarter of a minute on two free cores
-PATIENCE = 300.0
+# a server compiles for a quarter of a minute on two free cores; with ten others it took over 300 s
+PATIENCE = 600.0
 
 
 class RunningServer:
@@ -125,10 +125,15 @@ class RunningServer:
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
-    def resident_bytes(self) -> int:
+    def own_bytes(self) -> int:
+        """Memory that it has written to, wherever the system keeps it.
+
+        Not what is resident: the system takes pages of files away and brings them back as it likes,
+        hundreds of MB at a time.
+        """
         text = Path(f"/proc/{self.process.pid}/status").read_text()
-        (line,) = (line for line in text.splitlines() if line.startswith("VmRSS:"))
-        return int(line.split()[1]) * 1024
+        lines = (line.split() for line in text.splitlines())
+        return sum(int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "VmSwap:"))
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
