@@ -26,7 +26,6 @@ class Span(struct.PyTreeNode):
         block_slot: place of each such block in the pages; past their end where it does not end.
         block_cos, block_sin: rotary table of each block's first token, float32.
         page_table: pages of each row.
-        page_table: pages of each row.
     """
 
     start: Int[Array, " B"]
@@ -48,6 +47,24 @@ class Span(struct.PyTreeNode):
     def valid(self) -> Bool[Array, "B T"]:
         """Which places are filled."""
         return self.index >= 0
+
+    def filled(self) -> Int[Array, "B T"]:
+        """For every place one that is filled, numbered `b * T + t`: itself where it is.
+
+        Places without a token are spread evenly over the rows that have some, and over their
+        tokens; where no row has one they stay themselves.
+        """
+        rows, places = self.index.shape
+        live = self.count > 0
+        row = jnp.arange(rows, dtype=jnp.int32)
+        rank = jnp.sum(live & (row < row[:, None]), axis=1, dtype=jnp.int32)
+        wanted = row % jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1)
+        # the live row of that rank; of B rows each looks at all: no sort, which is several launches
+        other = jnp.argmax(live & (rank == wanted[:, None]), axis=1).astype(jnp.int32)
+        taken = jnp.where(live | ~live.any(), row, other)
+        token = jnp.arange(places, dtype=jnp.int32)
+        within = token % jnp.maximum(self.count[taken], 1)[:, None]
+        return taken[:, None] * places + jnp.where(live.any(), within, token)
 
 
 def make_span(

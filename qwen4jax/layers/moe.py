@@ -14,12 +14,20 @@ def moe(
     config: Config,
     x: Float[Array, "B T D"],
     counter: Int[Array, " N"] | None = None,
+    filled: Int[Array, "B T"] | None = None,
     *,
     capture: Capture,
 ) -> tuple[Float[Array, "B T D"], Int[Array, " N"]]:
     """One expert sublayer; the sum of both parts is formed in float32 and rounded once.
 
-    `counter` goes in and out as it does of the router (`qwen4jax.pallas.moe.router`).
+    Args:
+        params: of the sublayer.
+        config: of the model.
+        x: its input.
+        counter: goes in and out as it does of the router (`qwen4jax.pallas.moe.router`).
+        filled: of places without a token, such as idle slots', a place whose experts they pass, as
+            `Span.filled` gives it: no expert is read for them alone. None if all have one.
+        capture: of internals.
     """
     flat = x.reshape(-1, x.shape[-1])
     with jax.named_scope("router"):
@@ -33,6 +41,8 @@ def moe(
         )
     capture("router.ids", ids.reshape(*x.shape[:2], -1))
     capture("router.weights", weights.reshape(*x.shape[:2], -1))
+    if filled is not None:
+        ids = ids[filled.reshape(-1)]
     own = params.shared_expert
     shared = Shared(own.gate_proj, own.up_proj, own.down_proj, share)
     matrices = (params.experts.gate_up_proj, params.experts.down_proj)
