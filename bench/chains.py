@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from bench import check, timing
-from bench.kernels import failure, find_peers, finish
+from bench.kernels import failure, find_peers, keep_line, line_of
 from bench.operations import Operation
-from bench.record import append
 from bench.traffic import size
 from qwen4jax.pallas import counters
 from qwen4jax.pallas.gated_residual import BOUNDARY, boundary
@@ -129,17 +128,9 @@ def measure(
     # streams, injection weights and output are read and written, the weights read
     nbytes = size(banks[0]) + 2 * size(state)
     measured = timing.per_call(run, state, args.banks * args.passes, args.quick)
-    line = {
-        "op": NAME,
-        "case": f"released_{chain.rows}" if args.hidden == 2560 else f"small_{chain.rows}",
-        "rows": chain.rows,
-        "implementation": chain.implementation,
-        "us": round(measured.us, 3),
-        "bytes": nbytes,
-        "host_us": round(measured.host_us, 3),
-        "error": float(f"{verdict.error:.2e}"),
-    }
-    return line, f"{measured.us:8.2f} us per bank, host {measured.host_us:.2f}"
+    case = f"released_{chain.rows}" if args.hidden == 2560 else f"small_{chain.rows}"
+    names = NAME, case, chain.implementation
+    return line_of(names, chain.rows, nbytes, measured, verdict)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -161,10 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         except Exception as e:  # of a kernel's compilation or launch; the other rows go on
             line, text = None, f"FAILED: {failure(e)}"
         if line is not None:
-            line = finish(line, bandwidth, found)
-            append([line], "kernels.jsonl", args.out)
-            text += f", {line['bandwidth_fraction']:.1%}"
-            text += f", peer {line['peer_us']:.2f}" if line["peer_us"] else ""
+            text += keep_line(line, bandwidth, found, args.out)
         bad += text.startswith(("WRONG", "FAILED"))
         print(f"{NAME} {rows:5} rows  {name:20} {text}", flush=True)
     if bad:

@@ -41,9 +41,10 @@ from bench.released import (
     released_config,
     require_memory,
     state_shapes,
+    tiny_config,
 )
 from qwen4jax.ablation import Ablation
-from qwen4jax.config import Config, Quantization
+from qwen4jax.config import Config
 from qwen4jax.decode.burst import Sent, empty, fields_of, to_host
 from qwen4jax.decode.capacity import plan_memory
 from qwen4jax.decode.options import Row, Sampling, make_controls
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
             draft_vocab=args.draft_vocab,
         )
     else:
-        config = Config.tiny(quantization=Quantization(experts=args.experts))
+        config = tiny_config(args.experts)
     runs = [Run(one, config) for one in scenarios(args)]
     for run in runs:
         print(run.plan.describe(), flush=True)

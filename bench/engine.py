@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.record import append, stamp
-from bench.released import build, released_config
-from qwen4jax.config import Config, Quantization
+from bench.released import build, released_config, tiny_config
 from qwen4jax.decode.batching import Engine
 from qwen4jax.decode.call import Call
 from qwen4jax.decode.options import Sampling
@@ -134,10 +133,7 @@ def soak(params: Params, rounds: int, slots: int) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    if args.config == "flash_next":
-        config = released_config(layers=args.layers)
-    else:
-        config = Config.tiny(quantization=Quantization(experts="nvfp4"))
+    config = tiny_config() if args.config == "tiny" else released_config(layers=args.layers)
     params = build(config)
     if args.mode == "rate":
         found = rate(params, args.context, args.groups)

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from bench import check, peers, timing
-from bench.operations import Inputs, Operation, draw, operations, split
+from bench.operations import Inputs, Operation, draw, named, operations, split
 from bench.record import append, stamp
 from bench.traffic import size
 from qwen4jax.pallas.cases import Case
@@ -142,11 +142,20 @@ def measure(row: Row, seed: int, args: Any) -> tuple[dict | None, str]:
     measured = timing.run_chain(
         programs.chain, operation, arrays, programs.out, programs.plan, args.quick
     )
-    line = {
-        "op": operation.name,
-        "case": row.case.name,
-        "rows": operation.rows(arrays, programs.out),
-        "implementation": row.implementation,
+    names = operation.name, row.case.name, row.implementation
+    return line_of(names, operation.rows(arrays, programs.out), nbytes, measured, verdict)
+
+
+def line_of(
+    names: tuple[str, str, str],
+    rows: int,
+    nbytes: int,
+    measured: timing.Measured,
+    verdict: check.Verdict,
+) -> tuple[dict, str]:
+    """(result line without place and peer, what to print) of an operation, case, implementation."""
+    line = dict(zip(("op", "case", "implementation"), names, strict=True)) | {
+        "rows": rows,
         "us": round(measured.us, 3),
         "bytes": nbytes,
         "host_us": round(measured.host_us, 3),
@@ -166,6 +175,14 @@ def finish(line: dict, bandwidth: float, found: list[dict]) -> dict:
     return {name: line.pop(name) for name in first.split()} | line
 
 
+def keep_line(line: dict, bandwidth: float, found: list[dict], out: str | None) -> str:
+    """Finishes a result line and appends it; what more to print."""
+    line = finish(line, bandwidth, found)
+    append([line], "kernels.jsonl", out)
+    peer = f"  peer {line['peer_us']:.2f} us" if line["peer_us"] else ""
+    return f" {line['bandwidth_fraction']:7.1%}{peer}"
+
+
 def find_peers(names: list[str], given: Path | None, quick: bool) -> list[dict]:
     """Rows of a file, or of a run of the peers before this process takes the device's memory."""
     if given is not None and not given.exists():
@@ -183,11 +200,7 @@ def find_peers(names: list[str], given: Path | None, quick: bool) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     table = operations()
-    chosen = [
-        operation
-        for name, operation in table.items()
-        if not args.op or any(name == op or name.startswith(op + ".") for op in args.op)
-    ]
+    chosen = [operation for name, operation in table.items() if named(name, args.op)]
     if not chosen:
         raise SystemExit(f"--op: none of {', '.join(args.op)}; there are: {', '.join(table)}")
     found = find_peers([operation.name for operation in chosen], args.peers, args.quick)
@@ -217,11 +230,8 @@ def main(argv: list[str] | None = None) -> None:
         except Exception as e:  # of a kernel's launch; the other rows go on
             line, text = None, f"FAILED: {failure(e)}"
         if line is not None:
-            line = finish(line, bandwidth, found)
-            append([line], "kernels.jsonl", args.out)
+            text += keep_line(line, bandwidth, found, args.out)
             timed += 1
-            text += f" {line['bandwidth_fraction']:7.1%}"
-            text += f"  peer {line['peer_us']:.2f} us" if line["peer_us"] else ""
         bad += text.startswith(("WRONG", "FAILED"))
         print(f"{row.title}{text}", flush=True)
     print(f"# {timed} of {len(rows)} rows timed in {time.time() - begun:.1f} s", flush=True)

@@ -8,7 +8,7 @@ argument the result replaces in place.
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.traffic import BYTES
+from qwen4jax.pallas import registry
 from qwen4jax.pallas.cases import Case
 
 Inputs = dict[str, Any]
@@ -129,8 +130,6 @@ _MORE: dict[str, dict[str, Any]] = {
     "ple.embed": dict(shared=("table",)),
     "index_topk": dict(unordered=True),
 }
-# tables of implementations that are not named after their function
-_TABLES = {"chunks": "CHUNK", "ngram_rows": "ROWS"}
 
 
 def operations() -> dict[str, Operation]:
@@ -148,20 +147,15 @@ def _operation(name: str) -> Operation | None:
     return Operation(
         name,
         getattr(module, function or package),
-        _implementations(module, name),
+        tuple(registry.operations()[name]),
         own,
         **_MORE.get(name, {}),
     )
 
 
-def _implementations(module: Any, name: str) -> tuple[str, ...]:
-    """Names in the package's table of the operation."""
-    for value in vars(module).values():
-        if isinstance(value, Mapping) and getattr(value, "name", None) == name:
-            return tuple(value)
-    function = name.partition(".")[2]
-    table = _TABLES.get(function, function.upper()) if function else "IMPLEMENTATIONS"
-    return tuple(getattr(module, table))
+def named(name: str, given: list[str] | None) -> bool:
+    """Whether an operation, or its package, is among those given; None and nothing are all."""
+    return not given or any(name == one or name.startswith(one + ".") for one in given)
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs]:

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bench.operations import named
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -187,12 +189,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if folder() is None:
         raise SystemExit("no peers: neither PEERS_DIR nor .peers holds scripts/bench_peers.py")
-    chosen = [
-        name
-        for name in _GROUPS
-        if not args.op or any(name == op or name.startswith(op + ".") for op in args.op)
-    ]
-    rows = run([g for name in chosen for g in _GROUPS[name]], args.json, quick=args.quick)
+    wanted = [g for name, own in _GROUPS.items() if named(name, args.op) for g in own]
+    rows = run(wanted, args.json, quick=args.quick)
     print(f"{len(rows)} rows, {sum(map(_valid, rows))} of them timed and right")
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from bench.profile import device_kernels, time_by_part
 from bench.record import append, stamp
-from bench.released import build, filled_state, released_config, state_shapes
-from qwen4jax.config import Config, Quantization
+from bench.released import build, filled_state, released_config, state_shapes, tiny_config
+from qwen4jax.config import Config
 from qwen4jax.decode.prefill import prefill_chunk
 from qwen4jax.state import DecodeState
 
@@ -67,9 +67,7 @@ def measure(config: Config, chunk: int, context: int, profile: bool) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    config = released_config(layers=args.layers)
-    if args.config == "tiny":
-        config = Config.tiny(quantization=Quantization(experts="nvfp4"))
+    config = tiny_config() if args.config == "tiny" else released_config(layers=args.layers)
     line = measure(config, args.chunk, args.context, jax.default_backend() != "cpu") | stamp()
     append([line], "prefill.jsonl", args.out)
     print(line, flush=True)

@@ -44,6 +44,11 @@ def released_config(
     )
 
 
+def tiny_config(experts: ExpertFormat = "nvfp4") -> Config:
+    """A model for a CPU, stored as the released one is."""
+    return Config.tiny(quantization=Quantization(experts=experts))
+
+
 def require_memory(plan: MemoryPlan, available: int) -> None:
     """Ends the program with the arithmetic if the plan does not fit."""
     if plan.total > available:

@@ -7,7 +7,8 @@ import argparse
 import json
 
 from bench import kernel_table
-from bench.roofline import RESULTS, newest, table
+from bench.record import RESULTS
+from bench.roofline import newest, table
 
 COLUMNS = (
     ("batch", "batch"),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.operations import operations, split
+from bench.operations import named, operations, split
 from qwen4jax.pallas import registry, triton_call
 
 
@@ -87,9 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="cases of tests, not of the release")
     args = parser.parse_args(argv)
     for operation in operations().values():
-        if args.op and not any(
-            operation.name == op or operation.name.startswith(op + ".") for op in args.op
-        ):
+        if not named(operation.name, args.op):
             continue
         for case in operation.cases:
             if case.device_only == args.small or not re.search(args.case, case.name):

@@ -12,9 +12,8 @@ import json
 from pathlib import Path
 
 from bench.parts import READ_BANDWIDTH, Part, floor_parts
+from bench.record import RESULTS
 from qwen4jax.config import Config, Quantization
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def losses(record: dict) -> list[tuple[str, float, float]]:

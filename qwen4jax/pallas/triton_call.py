@@ -1,10 +1,10 @@
 """Calls a `@triton.jit` kernel from JAX: one function, two routes.
 
 `native` hands the kernel's Triton IR to XLA's own Triton compiler, so that it becomes an ordinary
-kernel: a native node of a CUDA graph (0.1 us of host time, where a captured custom call costs 1 to
-2), kept by JAX's persistent compilation cache. The custom-call target is internal to XLA, so that
-route is taken only with the jax minor release it was tried with. `jax_triton` is the official
-binding and compiles with the installed Triton. Triton itself is an extra ("qwen4jax[gpu]").
+kernel: a native node of a CUDA graph, which costs less than a captured custom call, kept by JAX's
+persistent compilation cache. The custom-call target is internal to XLA, so that route is taken only
+with the jax minor release it was tried with. `jax_triton` is the official binding and compiles with
+the installed Triton. Triton itself is an extra ("qwen4jax[gpu]").
 """
 
 import functools

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false
 """All programs of a launch meet: what each stored before, all read afterwards.
 
-A second launch costs 1.2 us and a latency; this is an atomic and a look at it. All programs must
+A second launch costs its start and a latency; this is an atomic and a look at it. All programs must
 run at once, so an implementation that meets refuses GPUs with fewer multiprocessors than it has
 programs. And launches that meet must not run beside each other: each would hold multiprocessors
 that the other waits for. They do not when each takes the counter that the one before returned.

@@ -1,8 +1,8 @@
 """Gated DeltaNet's step of up to 8 tokens in Pallas Mosaic GPU, for GPUs that have TMA.
 
 Bytes decide: the state, 64 KiB a head, is read once and not written, 3.1 MB a row (48 heads): 0.7
-us at 4.3 TB/s. A call of this language is a captured node of a CUDA graph (0.8 us more on the
-device than a native one, 1 to 2 us of host time), so a round keeps Triton's form.
+us at 4.3 TB/s. A call of this language is a captured node of a CUDA graph, which costs more than a
+native one on the device and on the host, so a round keeps Triton's form.
 
 A CTA is one row's value head. TMA brings the head's state, window of the convolution and output
 gate to shared memory, all asked for at once, and takes the window from there to the factors. Three
@@ -27,10 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen4jax.pallas.gated_delta.limits import MOSAIC_CHANNELS as CHANNELS
-
-# exp(-88) is the last normal float32, as in the reference
-_DECAY_FLOOR = -88.0
-_UNIT_EPS = 1e-6
+from qwen4jax.pallas.gated_delta.reference import DECAY_FLOOR, UNIT_EPS
 
 _WARPS = 4  # of a warpgroup
 # warpgroups that read the state, and rows that each of their warps takes at a time
@@ -195,7 +192,7 @@ def _first(given, outs, scratch, row, head, groups, key_heads, activation, eps):
             term = x * lax.broadcast_in_dim(tap(i, j, _LINES.reduce(0)), tile, (1,))
             mixed = term if mixed is None else mixed + term
         mixed = silu(mixed)
-        unit = lax.rsqrt(jnp.sum(mixed * mixed, axis=1) + _UNIT_EPS) * scale
+        unit = lax.rsqrt(jnp.sum(mixed * mixed, axis=1) + UNIT_EPS) * scale
         mixed = mixed * lax.broadcast_in_dim(unit, tile, (0,))
         normed[pl.ds(i * filled, filled)] = mixed
     plgpu.commit_smem()
@@ -252,7 +249,7 @@ def _gates(given, outs, row, head, places):
         x = given["a"][row, t, head].astype(jnp.float32) + bias
         decay = speed * (jnp.maximum(x, 0.0) + _log1p(jnp.exp(-jnp.abs(x))))
         outs["decay"][row, t, head] = decay
-        decays.append(jnp.maximum(decay, _DECAY_FLOOR))
+        decays.append(jnp.maximum(decay, DECAY_FLOOR))
         steps.append(jax.nn.sigmoid(given["b"][row, t, head].astype(jnp.float32)))
     return decays, steps
 

@@ -9,7 +9,9 @@ from qwen4jax.numerics import EXACT, l2_norm, windows_after
 
 _CHUNK = 64
 # exp(-88) is the last normal float32; a lower decay would make differences of -inf
-_DECAY_FLOOR = -88.0
+DECAY_FLOOR = -88.0
+# of the unit norm of queries and keys
+UNIT_EPS = 1e-6
 # a triangular solve of so few rows is cheaper written out than called
 _UNROLL = 8
 
@@ -43,7 +45,7 @@ def recurrent(q, k, v, decay, beta, state):
 
 def one_chunk(q, k, v, decay, beta, state):
     """Outputs [B, T, V, E] and corrections `delta` [B, T, V, E] of one chunk; as `recurrent`."""
-    decay = jnp.maximum(decay, _DECAY_FLOOR)
+    decay = jnp.maximum(decay, DECAY_FLOOR)
     between = _decay_between(decay)  # [B, V, T, T]
     since = jnp.exp(jnp.cumsum(decay, axis=1))  # [B, T, V], decay of the incoming state
     length = q.shape[1]
@@ -67,7 +69,7 @@ def one_chunk(q, k, v, decay, beta, state):
 
 def advance(state, k, delta, decay):
     """The state [B, V, K, E] after all tokens of a chunk with corrections `delta`."""
-    decay = jnp.maximum(decay, _DECAY_FLOOR)
+    decay = jnp.maximum(decay, DECAY_FLOOR)
     total = jnp.sum(decay, axis=1)
     # decay from each token to the end, summed backwards so that no difference is formed
     after = jnp.flip(jnp.cumsum(jnp.flip(decay, 1), axis=1), 1) - decay
@@ -153,8 +155,8 @@ def _inputs(qkv, a, b, weights, state, key_heads):
     mixed = jax.nn.silu(mixed).astype(qkv.dtype).astype(jnp.float32)
     width = key_heads * state.recurrent.shape[2]
     q, k, v = jnp.split(mixed, [width, 2 * width], axis=-1)
-    q = l2_norm(q.reshape(rows, places, key_heads, -1))
-    k = l2_norm(k.reshape(rows, places, key_heads, -1))
+    q = l2_norm(q.reshape(rows, places, key_heads, -1), UNIT_EPS)
+    k = l2_norm(k.reshape(rows, places, key_heads, -1), UNIT_EPS)
     v = v.reshape(rows, places, value_heads, value_dim)
     softplus = jax.nn.softplus(a.astype(jnp.float32) + weights.dt_bias.astype(jnp.float32))
     decay = -jnp.exp(weights.A_log.astype(jnp.float32)) * softplus

@@ -8,9 +8,9 @@ output norm, which wants all channels of a head.
 The floor for 8,192 tokens and 48 value heads of 128 x 128 (6,144 chunks of heads), on an H200:
 bytes 0.34 GB convolution + 0.28 GB preparation + 0.42 GB recurrence + 0.30 GB norm = 1.3 GB, 310 us
 at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 8.9 million multiplications
-a chunk and head as counted below, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the
-96 multiprocessors that have a program. They wait for each other: 1,900 cycles of products a chunk,
-and as much again of latency and of conversions between them, 128 chunks, 280 us.
+a chunk and head, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the 96 multiprocessors
+that have a program. They wait for each other: 1,900 cycles of products a chunk, and as much again
+of latency and of conversions between them, 128 chunks, 280 us.
 
 Precision: the state is good to float32 rounding, as that of single steps. The convolution leaves
 bfloat16, so queries, keys and values are exact operands (in float16 too, near unit norm), and the
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_math import silu
 from qwen4jax.pallas.gated_delta.triton_prepare import (
     CHUNK,
     SCALE,
@@ -36,6 +35,7 @@ from qwen4jax.pallas.gated_delta.triton_prepare import (
     split,
 )
 from qwen4jax.pallas.triton_call import triton_call
+from qwen4jax.pallas.triton_math import silu
 
 # exponent to which rows are brought in float16: a row of 64 then stays in it when the triangular
 # system is solved, as no entry of the inverse is above 1

@@ -13,8 +13,10 @@ import jax
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR
+from qwen4jax.pallas.gated_delta import reference
 from qwen4jax.pallas.triton_call import default_route, triton_call
+
+_DECAY_FLOOR = tl.constexpr(reference.DECAY_FLOOR)
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def _advance(
         d = tl.load(delta + (token * V + head) * E + ee, mask=stays, other=0.0)
         added += (k * tl.exp(after))[:, None] * d[None, :]
         g = tl.load(decay + token * V + head, mask=stays, other=0.0)
-        after += tl.maximum(g, DECAY_FLOOR)
+        after += tl.maximum(g, _DECAY_FLOOR)
     tl.store(state + _state_part(V, K, E, KB), s * tl.exp(after) + added)
 
     channel = tl.program_id(0) * CB + tl.arange(0, CB)

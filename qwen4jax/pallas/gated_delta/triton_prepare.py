@@ -8,7 +8,8 @@ rows and columns. The triangular system is inverted in float32 and kept to 22 bi
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR, exp, log1p
+from qwen4jax.pallas.gated_delta import reference
+from qwen4jax.pallas.triton_math import exp, softplus
 
 # tokens of a chunk: the rows of one tensor-core instruction
 CHUNK = tl.constexpr(64)
@@ -17,7 +18,8 @@ _BLOCK = tl.constexpr(16)
 # what is kept in float16 is at most 1 (steps and unit norms are) and grows by this: its lowest
 # digits, 2**-24 absolute, are then 2**-36
 SCALE = tl.constexpr(4096.0)
-_UNIT_EPS = tl.constexpr(1e-6)
+_DECAY_FLOOR = tl.constexpr(reference.DECAY_FLOOR)
+_UNIT_EPS = tl.constexpr(reference.UNIT_EPS)
 # grid on which sums of 64 decays are exact in float32: 88 * 64 < 2**13
 _GRID = tl.constexpr(1024.0)
 
@@ -45,10 +47,10 @@ def exponent_of(x):
 def _gates(a, b, a_log, dt_bias, here):
     """Log decay and step size of tokens from their logits; neutral where none is `here`."""
     g = a.to(tl.float32) + dt_bias.to(tl.float32)
-    g = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
+    g = softplus(g)
     g = -tl.exp(a_log.to(tl.float32)) * g
     beta = tl.sigmoid(b.to(tl.float32))
-    return tl.where(here, tl.maximum(g, DECAY_FLOOR), 0.0), tl.where(here, beta, 0.0)
+    return tl.where(here, tl.maximum(g, _DECAY_FLOOR), 0.0), tl.where(here, beta, 0.0)
 
 
 @triton.jit

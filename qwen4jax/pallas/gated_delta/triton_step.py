@@ -14,8 +14,8 @@ tensors Triton would compute them anew in each thread, or move them through shar
 use. All of that is done while the state is on its way, and 8 barriers are left.
 
 A multiprocessor's loads return 128 bytes a clock, so such a broadcast to a warp takes 4 clocks. In
-float32 the queries and keys of 4 tokens would be 4,096 clocks of them, and the pass over the state
-took as long (2.5 us); in bfloat16, where they are exact, half of that, as much as the arithmetic.
+float32 the queries and keys of 4 tokens would be 4,096 clocks of them, twice the arithmetic of the
+pass over the state; in bfloat16, where they are exact, they are half of that.
 
 With many rows programs come in waves, each of which begins with a wait for its state. A program
 therefore asks for the state of one of the next wave, which then comes from the cache while this
@@ -27,10 +27,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from qwen4jax.pallas.gated_delta.triton_math import DECAY_FLOOR, exp, log1p, silu
+from qwen4jax.pallas.gated_delta import reference
 from qwen4jax.pallas.triton_call import triton_call
+from qwen4jax.pallas.triton_math import exp, silu, softplus
 
-_UNIT_EPS = tl.constexpr(1e-6)
+_DECAY_FLOOR = tl.constexpr(reference.DECAY_FLOOR)
+_UNIT_EPS = tl.constexpr(reference.UNIT_EPS)
 # rows of a tensor core's smallest product: queries and keys of 8 tokens
 _PAIRS = tl.constexpr(16)
 # Triton wants a result
@@ -138,7 +140,7 @@ def _normed(
 def _log_decay(a, a_log, dt_bias, head, at, live):
     g = tl.load(a + at, mask=live, other=0.0).to(tl.float32)
     g += tl.load(dt_bias + head).to(tl.float32)
-    g = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
+    g = softplus(g)
     return -tl.exp(tl.load(a_log + head).to(tl.float32)) * g
 
 
@@ -221,7 +223,7 @@ def column_kernel(
     # by 16 bytes: one by one, the stores to neighbouring columns would queue for hundreds of clocks
     both = _both(q, k, T, TP, K).to(x.dtype.element_ty)
     tl.store(x + kk[:, None] * W + tl.arange(0, W)[None, :], both)
-    tl.store(factors + t_, exp(tl.maximum(g, DECAY_FLOOR)))
+    tl.store(factors + t_, exp(tl.maximum(g, _DECAY_FLOOR)))
     tl.store(factors + TP + t_, tl.sigmoid(beta))
     tl.debug_barrier()
     _pairs(x, pairs, qkv.dtype.element_ty, K, W)

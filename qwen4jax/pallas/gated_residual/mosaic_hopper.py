@@ -9,7 +9,7 @@ at a semaphore. The 80 wait for nobody and the 40 are far fewer than there are m
 that they cannot keep each other from running, whatever else does.
 
 The low-rank features are the sums of 16 slices (164 KB at 8 tokens). A few CTAs of the last stage
-add them up for all and say so at a second semaphore; each for itself measured 3% slower.
+add them up for all and say so at a second semaphore; each for itself was slower.
 
 Order of sums: columns of a slice in wgmma, slices of a stream, streams. No atomics on floats.
 """

@@ -16,11 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen4jax.pallas.gated_residual.mosaic_sizes import SLICES, Sizes
+from qwen4jax.pallas.mosaic_layouts import SWIZZLED
 
-_SWIZZLED: Any = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
 _TILE = plgpu.Layout.WGMMA
 _OVER_FEATURES = plgpu.Layout.WGMMA.reduce(1)
 _OVER_TOKENS = plgpu.Layout.WGMMA.reduce(0)
@@ -304,7 +301,7 @@ def _accumulated(run: Callable[..., Any], tokens: int, count: int) -> list[Any]:
 
 
 def _swizzled(*shape: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
 
 def _weights(z: Sizes) -> tuple[Any, Any]:

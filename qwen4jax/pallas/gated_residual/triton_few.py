@@ -2,17 +2,17 @@
 # pyright: reportAttributeAccessIssue=false
 """The boundary for up to 8 rows in two Triton launches, each one memory latency deep.
 
-Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s, and for each launch about 1.2 us
-of start and one latency. So every load of a program is under way before the first is waited for:
-no loop carries loads, and weights go straight from memory to the tensor cores' registers
+Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s, and for each launch its start
+and one latency. So every load of a program is under way before the first is waited for: no loop
+carries loads, and weights go straight from memory to the tensor cores' registers
 (`moe/triton_stored.py` says how), without shared memory. And `down` has the cache get the weights
 of `up`, so that memory does not rest between the launches.
 
-`down` multiplies 16 outputs by a stream. It adds the pending output to the streams,
-rounds them, and multiplies without the norm's factor, which is one number for each row and stream,
-and so applies to sums. All programs of a stream do so alike: what an element costs
-there is what the launch costs, hence the packed arithmetic. The last tile of outputs has the fewest
-weights (the injection weights' few): it stores the streams and the sums of their squares.
+`down` multiplies 16 outputs by a stream. It adds the pending output to the stream, rounds it, and
+multiplies without the norm's factor, which is one number for each row and stream, and so applies to
+sums. All programs of a stream do so alike: what an element costs there is what the launch costs,
+hence the packed arithmetic. The last tile of outputs has the fewest weights (the injection weights'
+few): it stores the stream and the sums of its squares.
 
 `up` owns some channels of all streams. Its warps split the rank, so that a lane makes just those
 low-rank values that it multiplies, and nothing is handed around before the sums. Every program adds
@@ -177,7 +177,9 @@ def up_kernel(
     EPS: tl.constexpr,
     W: tl.constexpr,
 ):
-    """The mean over streams of 16 channels: grid (D / 16), and one for the injection weights.
+    """The mean over streams of 16 W / R channels: a program for each so many, then one more.
+
+    The last one's are the injection weights.
 
     Args:
         streams: with everything in them [T, R D].
@@ -188,7 +190,7 @@ def up_kernel(
         x: [T, D].
         wanted: injection weights [T, R].
         T: rows, up to 8.
-        R: streams, 4.
+        R: streams.
         D: channels of a stream.
         L: rank.
         EPS: of the norm.

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from qwen4jax.pallas.gated_residual.triton_kernels import added, gained
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
+from qwen4jax.pallas.triton_math import sigmoid
 
 
 @triton.jit
@@ -186,17 +187,6 @@ def up_weights(
 
 
 @triton.jit
-def _sigmoid(x):
-    """By the hardware's approximations, which are exact to 2**-22."""
-    e = tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
-    )
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], tl.float32, True, 1
-    )
-
-
-@triton.jit
 def _squares(squares, token, T: tl.constexpr, R: tl.constexpr):
     """Sums of squares of each stream, for the tokens given; 0 past T."""
     loaded = ()
@@ -279,7 +269,7 @@ def gated_mean(
                 _mean(high, square, i * R, R, D, EPS),
             )
             # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
-            z = tl.reshape((z * _sigmoid(z)).to(tl.bfloat16), (W, 8, 4, 2, 2, 2))
+            z = tl.reshape((z * sigmoid(z)).to(tl.bfloat16), (W, 8, 4, 2, 2, 2))
             z = tl.reshape(tl.permute(z, (0, 5, 3, 2, 4, 1)), (1, W * 32, 8))
             a = tl.reshape(tiles[i], (W, 2, W, 8, 4, 2, 2, 2))
             a = tl.permute(a, (2, 1, 3, 0, 5, 6, 4, 7))
@@ -287,7 +277,7 @@ def gated_mean(
             own = tl.dot(a, tl.broadcast_to(z, (W, W * 32, 8)))
             # a sum would become one chain of products, each waiting for the one before
             total = tl.sum(tl.join(total, own), axis=3)
-        gated = tl.reshape(_sigmoid(total) * normed.to(tl.float32), (W, R, EACH, 8))
+        gated = tl.reshape(sigmoid(total) * normed.to(tl.float32), (W, R, EACH, 8))
         mean = tl.sum(gated, axis=1) / R
         own = first + tl.arange(0, W)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
         tl.store(x + row * D + own, mean.to(x.dtype.element_ty), live)
@@ -311,4 +301,4 @@ def store_wanted(
         place = parts + (stream * T + row) * (L + 16) + L + own
         loaded = loaded + (tl.load(place, row < T, 0.0),)  # noqa: RUF005
     logits = _mean(loaded, _squares(squares, row, T, R), 0, R, D, EPS)
-    tl.store(wanted + row * R + own, 2.0 * _sigmoid(logits), row < T)
+    tl.store(wanted + row * R + own, 2.0 * sigmoid(logits), row < T)

@@ -123,6 +123,22 @@ def norm_kernel(
 
 
 @triton.jit
+def _outputs(
+    down, inject, tile, output, R: tl.constexpr, D: tl.constexpr, L: tl.constexpr, N: tl.constexpr
+):
+    """A tile's rows of `down`, or of `inject` the last tile's: them, which there are, the first."""
+    if tile < (L + N - 1) // N:
+        matrix = down + tile * N * (R * D)
+        there = tile * N + output < L
+        first = tile * N
+    else:
+        matrix = inject
+        there = output < R
+        first = L
+    return matrix, there, first
+
+
+@triton.jit
 def down_kernel(
     normed,
     down,
@@ -155,14 +171,7 @@ def down_kernel(
     """
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output = tl.arange(0, N)
-    if tile < (L + N - 1) // N:
-        matrix = down + tile * N * (R * D)
-        there = tile * N + output < L
-        first = tile * N
-    else:
-        matrix = inject
-        there = output < R
-        first = L
+    matrix, there, first = _outputs(down, inject, tile, output, R, D, L, N)
     row = block * ROWS + tl.arange(0, ROWS)
     column = part * WIDTH + tl.arange(0, BLOCK)
     w = matrix + output[:, None] * (R * D) + column[None, :]
@@ -226,14 +235,7 @@ def update_down_kernel(
     part, tile = tl.program_id(0), tl.program_id(1)
     stream = part // (D // WIDTH)
     output = tl.arange(0, N)
-    if tile < (L + N - 1) // N:
-        matrix = down + tile * N * (R * D)
-        there = tile * N + output < L
-        first = tile * N
-    else:
-        matrix = inject
-        there = output < R
-        first = L
+    matrix, there, first = _outputs(down, inject, tile, output, R, D, L, N)
     row = tl.arange(0, ROWS)
     live = (row < T)[:, None]
     scale = 0.0

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-# queries of a request that share one load of a key, and their heads: columns of the product
+# of a query: columns of the product
 MOST_HEADS = 32
 
 

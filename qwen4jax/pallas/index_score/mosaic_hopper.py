@@ -2,7 +2,7 @@
 
 The floor is the keys' bytes and the scores': 256 for a key of 128 channels and 4 for each of its
 scores. 16k keys for 4 queries are 4.5 MB, 1 us at 4.3 TB/s, and those of 32 requests 143 MB, 33 us.
-A kernel of this language is a captured call of a CUDA graph: 0.8 us more than a native node.
+A kernel of this language is a captured call of a CUDA graph, which costs more than a native node.
 
 64 keys are the rows of wgmma, its left operand. The columns are (head, query), 8 queries for each
 head even where there are fewer: the product takes as long as it takes to read the keys from shared
@@ -21,18 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qwen4jax.pallas.mosaic_layouts import LINES
+
 TILE = 64  # keys: the rows of one warpgroup's product
 _COLUMNS = 128  # of the product, at most: heads times queries
 _STAGES = 3  # tiles under way
 _CTAS = 396  # that share the work: three for each multiprocessor
 _KEYS = plgpu.Layout.WGMMA
-# [queries, 64] where a warp holds two rows, and a lane one column of each half of them
-_LINES = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (32,), (1,))),
-    warp_dims=(-6,),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
 
 
 def index_score(query, index_key, page_table, complete, *, group=None):
@@ -177,7 +172,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
                 upright[...] = total
                 plgpu.commit_smem()
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                turned[...] = plgpu.load(upright.T, layout=_LINES, optimized=False)
+                turned[...] = plgpu.load(upright.T, layout=LINES, optimized=False)
                 put(lane, row, first, i, turned, out)
                 return carry
 
@@ -187,7 +182,7 @@ def _kernel(sizes: tuple[int, ...], pages: int, pool: tuple[int, ...], together:
             def _():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 nothing = jnp.full((together, TILE), -jnp.inf, jnp.float32)
-                turned[...] = plgpu.layout_cast(nothing, _LINES)
+                turned[...] = plgpu.layout_cast(nothing, LINES)
 
             def of_nothing(i, carry):
                 put(lane, row, first, i, turned, out)

@@ -30,15 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen4jax.pallas.index_topk.limits import MOSAIC_LINES as LINES
 from qwen4jax.pallas.index_topk.limits import mosaic_columns
+from qwen4jax.pallas.mosaic_layouts import SWIZZLED
 
 # below the key of any score
 _NONE = -(2**31)
 # what a tie counts where both counts share a number: more than a line has columns
 _TIE = 256
-_SWIZZLED: Any = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
 _TILE = plgpu.Layout.WGMMA
 _OVER_LINES = _TILE.reduce(1)
 _OVER_COLUMNS = _TILE.reduce(0)
@@ -70,10 +67,10 @@ def index_topk(scores, index, best=None, *, blocks, ratio):
     scratch: Any = dict(
         # of each line, for a count and the next one
         counts=plgpu.SMEM((2, groups * LINES), i32),
-        triangle=plgpu.SMEM((columns, columns), bf16, transforms=_SWIZZLED),
+        triangle=plgpu.SMEM((columns, columns), bf16, transforms=SWIZZLED),
         # first the masks, then `reached`
-        matrix=plgpu.SMEM((groups * LINES, columns), bf16, transforms=_SWIZZLED),
-        picks=plgpu.SMEM((groups, LINES, LINES), bf16, transforms=_SWIZZLED),
+        matrix=plgpu.SMEM((groups * LINES, columns), bf16, transforms=SWIZZLED),
+        picks=plgpu.SMEM((groups, LINES, LINES), bf16, transforms=SWIZZLED),
         # of each line those above the threshold and at it
         taken=plgpu.SMEM((2, groups * LINES), i32),
         # places of the result of each line

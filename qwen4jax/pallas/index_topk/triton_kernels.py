@@ -2,8 +2,8 @@
 """Selection of blocks on a GPU: one program per row, counting in shared memory; exact.
 
 Bytes are nothing (66 kB a row of 14k blocks); what takes time is that every step of a selection
-waits for the one before, that a step among 8 warps is 0.1 us, and that one processor issues all
-instructions. So there are few steps, and few instructions a score:
+waits for the one before and for all warps, and that one processor issues all instructions. So there
+are few steps, and few instructions a score:
 
 1. Groups of consecutive blocks send their best score, which `index_score` gives. What is among the
    `blocks` best lies in one of the `blocks` best groups (ties to the lower group, as ties go to the

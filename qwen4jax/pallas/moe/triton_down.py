@@ -123,7 +123,7 @@ def _routed_down(
         pairs = tl.load(tiles + place * 8 + tl.arange(0, 8))
         lead = chosen >= 0
     else:
-        lead, pairs = members(ids, expert, place, T, K, 8, KP)
+        lead, pairs = members(ids, expert, place, T, K, KP)
     if lead:
         if FORM == NVFP4:
             # before the products, which need not wait for it

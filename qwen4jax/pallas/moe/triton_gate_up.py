@@ -9,7 +9,7 @@ A program of either product has one expert, up to 8 of its pairs (`triton_groups
 and some rows. The weights' addresses hang on the expert alone: with few tokens, when nearly every
 pair leads, the first loads are under way while a program looks for the other pairs.
 
-With 4 tokens both products take 48.8 us on an H200, and gate/up is 2.65 waves of programs of 10 us.
+With 4 tokens both products take 48.8 us on an H200, and gate/up is two to three waves of programs.
 Slower were two warps a program, which makes it one wave (64.2 us), loads held above the products of
 their step by a barrier (51.8), and having the cache get what the second product reads (52.1 against
 49.0).
@@ -28,6 +28,7 @@ from qwen4jax.pallas.moe.triton_stored import (
     PRODUCT_UP,
     SHARED_AHEAD,
     SHARED_CHUNK,
+    activated,
     lane_columns,
     load_chunk,
     load_tokens,
@@ -101,7 +102,7 @@ def _gate_up(
 @triton.jit
 def _store_hidden(hidden, g, u, pairs, tile, F: tl.constexpr):
     """hidden[pair] = silu(g) * u, 16 columns of each pair."""
-    h = g / (1.0 + tl.exp(-g)) * u
+    h = activated(g, u)
     place = pairs[None, :] * F + (tile * 16 + tl.arange(0, 16))[:, None]
     tl.store(hidden + place, h.to(hidden.dtype.element_ty), (pairs >= 0)[None, :])
 
@@ -168,7 +169,7 @@ def _routed_gate_up(
         pairs = tl.load(tiles + place * 8 + tl.arange(0, 8))
         lead = chosen >= 0
     else:
-        lead, pairs = members(ids, expert, place, T, K, 8, KP)
+        lead, pairs = members(ids, expert, place, T, K, KP)
     if lead:
         token = tl.maximum(pairs, 0) // K
         if FORM == NVFP4:

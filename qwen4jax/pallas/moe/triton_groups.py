@@ -16,9 +16,7 @@ import triton.language as tl
 
 
 @triton.jit
-def members(
-    ids, expert, pair, T: tl.constexpr, K: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr
-):
+def members(ids, expert, pair, T: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
     """Whether `pair` is the first of its expert, and the pair of each of 8 tokens, -1 where none.
 
     Args:
@@ -27,10 +25,9 @@ def members(
         pair: token * K + choice.
         T: tokens, up to 8.
         K: choices of a token.
-        TP: 8.
         KP: K rounded up to a power of two.
     """
-    t = tl.arange(0, TP)
+    t = tl.arange(0, 8)
     j = tl.arange(0, KP)
     there = (t[:, None] < T) & (j[None, :] < K)
     chosen = tl.load(ids + t[:, None] * K + j[None, :], there, -1)

@@ -27,6 +27,7 @@ from qwen4jax.pallas.moe.triton_stored import (
     PRODUCT_UP,
     SCALE_UP,
     TILE_COLUMNS,
+    activated,
     next_matrix,
     weight_pointers,
 )
@@ -252,7 +253,7 @@ def _gate_up(
     if FORM == NVFP4:
         g *= tl.load(scale_2 + expert * 2) * PRODUCT_UP
         u *= tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
-    h = (g / (1.0 + tl.exp(-g)) * u).to(hidden.dtype.element_ty)
+    h = activated(g, u).to(hidden.dtype.element_ty)
     h, at = _columns_in_order(tl.trans(h), row, FORM, ROWS, W)
     tl.store(hidden + pair[:, None] * F + at[None, :], h, (pair >= 0)[:, None])
 

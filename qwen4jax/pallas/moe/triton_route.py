@@ -2,7 +2,7 @@
 
 Latency decides: a row is 512 numbers, 16 a lane, and the 10 choices follow one another. Each takes
 two warp-wide integer reductions (probabilities order like their bits), the largest and the first
-place that has it, about 0.1 us; there is no barrier and nothing is sorted.
+place that has it; there is no barrier and nothing is sorted.
 """
 
 import triton

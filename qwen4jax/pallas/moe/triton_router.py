@@ -2,8 +2,8 @@
 """The router's products and its choice, in one launch: whoever is last chooses.
 
 Bytes are few: at the released size 2.6 MB of weights, 0.6 us at 4.3 TB/s. Latency decides. Two
-launches are 8 us: 33 programs of one warp read the weights in 5.1 us, and a launch of its own for
-the choice costs 1.2 us before its first instruction.
+launches are 8 us: 33 programs of one warp read the weights in 5.2 us, and a launch of its own for
+the choice takes 2.9.
 
 The products are split so that all bytes are under way at once: a program has 16 rows (one
 tensor-core tile) and a quarter of the columns, its 4 warps take chunks of 32 columns in turn, and a
@@ -19,11 +19,12 @@ integer: each of the choices is *one* warp-wide maximum, the lower expert first 
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.moe import limits
 from qwen4jax.pallas.moe.triton_stored import BF16, arranged, product
 
 # of a tensor-core tile, and of a step of a warp
-ROWS = tl.constexpr(16)
-CHUNK = tl.constexpr(32)
+ROWS = tl.constexpr(limits.ROUTER_ROWS)
+CHUNK = tl.constexpr(limits.ROUTER_CHUNK)
 # less than the key of every logit
 _NOTHING = tl.constexpr(-(2**31))
 # bits of a key
@@ -139,7 +140,7 @@ def _choose(
     loaded = _parts(parts, token[:, None], e, T, E, E + ROWS, SPLITS)
     own = first + tl.arange(0, 8)
     gate = _parts(parts, own, E, T, E + 1, E + ROWS, SPLITS)
-    # as in `_products`
+    # loads stay above, as in `router_kernel`
     tl.debug_barrier()
     keys = tl.where(e < E, _keys(_sum(loaded, SPLITS), e), _NOTHING)
     keys = tl.reshape(tl.permute(tl.reshape(keys, (G, R, W, 128)), (2, 0, 1, 3)), (W * G, R * 128))

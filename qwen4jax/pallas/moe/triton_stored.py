@@ -264,3 +264,9 @@ def _nvfp4_product(w, s, x, acc, W: tl.constexpr):
     )
     acc = tl.dot(_fragment(first, W), x[0], acc)
     return tl.dot(_fragment(second, W), x[1], acc)
+
+
+@triton.jit
+def activated(gate, up):
+    """`silu(gate) * up`, an expert's hidden values."""
+    return gate / (1.0 + tl.exp(-gate)) * up

@@ -34,7 +34,7 @@ def total(
         from_ = parts + (token * K + j)[:, None] * D + at[None, :]
         y += share[:, None] * tl.load(from_, live, 0.0, cache_modifier=".cg")
     if SHARED > 0:
-        share = 1.0 / (1.0 + tl.exp(-tl.load(logit + token, there, 0.0)))
+        share = tl.sigmoid(tl.load(logit + token, there, 0.0))
         from_ = own + token[:, None] * D + at[None, :]
         y += share[:, None] * tl.load(from_, live, 0.0, cache_modifier=".cg")
     return y

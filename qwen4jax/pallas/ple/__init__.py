@@ -18,14 +18,14 @@ GATHER = Operation(
     "ple.gather",
     {
         "reference": reference.gather,
-        "triton": _kernel(_TRITON + "gather", refuses=limits.in_its_files),
+        "triton": _kernel(_TRITON + "gather", refuses=limits.gather),
     },
 )
 EMBED = Operation(
     "ple.embed",
     {
         "reference": reference.embed,
-        "triton": _kernel(_TRITON + "embed", refuses=limits.in_its_files),
+        "triton": _kernel(_TRITON + "embed", refuses=limits.gather),
     },
 )
 MIX = Operation(

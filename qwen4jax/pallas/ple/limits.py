@@ -7,7 +7,7 @@ from qwen4jax.quant import ScaledTable
 MOST_PLACES = 16
 
 
-def in_its_files(table, *_, **__) -> str | None:
+def gather(table, *_, **__) -> str | None:
     """Limits of `gather` and `embed`."""
     weight = table.weight if isinstance(table, ScaledTable) else table
     return "reads arrays, not a HostTable" if isinstance(weight, HostTable) else None

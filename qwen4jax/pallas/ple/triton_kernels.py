@@ -3,8 +3,8 @@
 
 `embed` reads 16 rows of 160 bytes a token, 2.5 KB, from a table of 51 GB that lies in pinned host
 memory: the GPU loads over the bus (unified addressing) as it would from its own. At 55 GB/s 4
-tokens take 0.2 us, so what counts is one trip, 2 to 3 us: the hash runs in the same kernel, every
-row is requested at once, and a program is one warp that waits for four rows.
+tokens take 0.2 us, so what counts is one trip over it: the hash runs in the same kernel, every row
+is requested at once, and a program is one warp that waits for four rows.
 
 `mix` moves 15 KB a token and stream in and 10 KB out, far below a launch; a program is one stream
 of one token. The convolution reads what tokens up to 9 before it make: those of the same call are

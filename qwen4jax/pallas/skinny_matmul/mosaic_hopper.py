@@ -1,8 +1,8 @@
 """Dense projections in Pallas Mosaic GPU, for Hopper: wgmma, fed by TMA.
 
 The floor is the weight's bytes over the bandwidth: 1.27 GB of lm_head take 293 us at 4.34 TB/s, the
-52 MB of a DeltaNet's q, k, v 12 us. A kernel of this language is a captured call of a CUDA graph (1
-to 2 us of host time, 0.8 us more on the device than a native node): it is for the long projections.
+52 MB of a DeltaNet's q, k, v 12 us. A kernel of this language is a captured call of a CUDA graph,
+which costs more than a native node: it is for the long projections.
 
 wgmma multiplies 64 rows at the least, so the weight's rows are its left operand and the tokens,
 8, 16, 24 or 32 of them, the narrow right one: `acc[64, tokens] += w[64, 128] @ x[tokens, 128].T`.
@@ -25,20 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qwen4jax.pallas.mosaic_layouts import LINES, SWIZZLED
+
 COLUMNS = 128  # of a tile: a row of it is two swizzled lines of 128 bytes
 _PROCESSORS = 132
 _SHARED = 220 * 1024  # bytes of shared memory that the CTAs of a multiprocessor plan with
-_SWIZZLED: Any = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
-# [tokens, 64] where a warp holds two rows, and a lane one column of each half of them
-_LINES = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (32,), (1,))),
-    warp_dims=(-6,),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Tiles:
     splits: int = 0
 
 
-# as measured on an H200 in the idioms' runs: two small CTAs, but one large for the longest weights
+# two small CTAs, but one large for the longest weights
 NARROW = Tiles()
 WIDE = Tiles(consumers=2, ctas=1)
 
@@ -201,7 +192,7 @@ def _kernel(
                 # wgmma's layout holds pairs of tokens, which float32 cannot store transposed
                 upright[role] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA)
                 plgpu.commit_smem()
-                turned[role] = plgpu.load(upright.at[role].T, layout=_LINES, optimized=False)
+                turned[role] = plgpu.load(upright.at[role].T, layout=LINES, optimized=False)
             plgpu.commit_smem()
 
             def put(i, top):
@@ -243,8 +234,8 @@ def _kernel(
     if all(final):
         staging |= {"upright": None, "turned": None}
     scratch: Any = staging | {
-        "x_tiles": plgpu.SMEM((stages, tokens, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
-        "w_tiles": plgpu.SMEM((stages, height, COLUMNS), jnp.bfloat16, transforms=_SWIZZLED),
+        "x_tiles": plgpu.SMEM((stages, tokens, COLUMNS), jnp.bfloat16, transforms=SWIZZLED),
+        "w_tiles": plgpu.SMEM((stages, height, COLUMNS), jnp.bfloat16, transforms=SWIZZLED),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=stages),
     }

@@ -13,17 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from qwen4jax import quant
-from qwen4jax.pallas.skinny_matmul import triton_stored
-from qwen4jax.pallas.triton_call import triton_call
-
-MOST_WEIGHTS = 4
-# programs that fill the 132 multiprocessors of an H200 (152 of a GB300) with wide tiles
-_ENOUGH_TILES = 100
+from qwen4jax.pallas.skinny_matmul import MOST_WEIGHTS, triton_stored
+from qwen4jax.pallas.skinny_matmul.triton_stored import ENOUGH_TILES
 
 
 def skinny_matmul(x: jax.Array, w: Any, bias: None, *, out_dtype: Any) -> jax.Array:
@@ -37,39 +32,24 @@ def projections(
     """See `qwen4jax.pallas.skinny_matmul.projections`."""
     if any(isinstance(w, quant.Quantized) for w in weights):
         return triton_stored.projections(x, weights, out_dtypes=out_dtypes)
-    flat = x.reshape(-1, x.shape[-1])
-    rows, inputs = flat.shape
-    outputs = [w.shape[0] for w in weights]
-    tile = tiling(rows, inputs, outputs)
-    shapes = [
-        jax.ShapeDtypeStruct((rows, n), dtype) for n, dtype in zip(outputs, out_dtypes, strict=True)
-    ]
+    inputs = x.shape[-1]
+    rows, outputs = x.size // inputs, [w.shape[0] for w in weights]
     absent = MOST_WEIGHTS - len(weights)
-    results = triton_call(
-        flat,
-        *weights,
-        *[weights[0]] * absent,
+    return triton_stored.launched(
+        x,
+        (*weights, *[weights[0]] * absent),
+        outputs,
+        out_dtypes,
+        tiling(rows, inputs, outputs),
         kernel=_projections,
         name=f"skinny_matmul_{rows}x{sum(outputs)}x{inputs}",
-        # what is never written is small
-        out=(*shapes, *[jax.ShapeDtypeStruct((1, 1), jnp.float32)] * absent),
-        # tiles of tokens next to each other: a weight's second reader finds it in L2
-        grid=(
-            triton.cdiv(rows, tile["BLOCK_ROWS"]),
-            sum(triton.cdiv(n, tile["BLOCK_N"]) for n in outputs),
-        ),
-        ROWS=rows,
-        K=inputs,
-        **{f"N{i}": n for i, n in enumerate([*outputs, *[0] * absent])},
-        **tile,
     )
-    return tuple(y.reshape(*x.shape[:-1], n) for y, n in zip(results, outputs, strict=False))
 
 
 def tiling(rows: int, inputs: int, outputs: Sequence[int]) -> dict[str, Any]:
     """How a program's share is cut, and the warps and stages that measured best with it."""
     block_rows = max(8, triton.next_power_of_2(min(rows, 32)))
-    if sum(triton.cdiv(n, 64) for n in outputs) >= _ENOUGH_TILES:
+    if sum(triton.cdiv(n, 64) for n in outputs) >= ENOUGH_TILES:
         return dict(BLOCK_ROWS=block_rows, BLOCK_N=64, BLOCK_K=128, STAGES=4, num_warps=4)
     step = min(256, inputs & -inputs)
     return dict(BLOCK_ROWS=block_rows, BLOCK_N=16, BLOCK_K=step, STAGES=5, num_warps=1)

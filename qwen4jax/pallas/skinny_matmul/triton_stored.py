@@ -6,9 +6,9 @@ bits): both go to the tensor cores as they are. What would not fit, the scale of
 or of a whole matrix, multiplies float32 sums: once for each step of 128 inputs, or at the end.
 Weights of several forms may go in one launch, each program to its own.
 
-Floor: the stored bytes over 4.3 TB/s. lm_head takes 148 us in FP8 and 83 in NVFP4, where bfloat16
-takes 296. Decoding costs about 3 instructions a value in FP8 and 6 in NVFP4; at these rates a
-multiprocessor has time for 7 and 12.
+Floor: the stored bytes over 4.3 TB/s, for lm_head 148 us in FP8 and 83 in NVFP4, where bfloat16 has
+296. Decoding costs about 3 instructions a value in FP8 and 6 in NVFP4; at these rates a
+multiprocessor has time for 7 and 12. An H200 takes 153 and 234 us.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 
 from qwen4jax import quant
+from qwen4jax.pallas.skinny_matmul import MOST_WEIGHTS
 from qwen4jax.pallas.triton_call import triton_call
 
-MOST_WEIGHTS = 4
 # inputs of a step: those of a block of FP8, so that a step has one scale
 _STEP = 128
-_ENOUGH_TILES = 100
+# programs that fill the 132 multiprocessors of an H200 (152 of a GB300) with wide tiles
+ENOUGH_TILES = 100
 
 
 def form_of(w: Any) -> str:
@@ -46,18 +47,40 @@ def projections(
     forms = [*map(form_of, weights), *["bf16"] * absent]
     given = [*(parts(w, flat) for w in weights), *[(flat,) * 3] * absent]
     values, scales, whole = zip(*given, strict=True)
-    tile = tiling(rows, outputs)
-    shapes = [
-        jax.ShapeDtypeStruct((rows, n), dtype) for n, dtype in zip(outputs, out_dtypes, strict=True)
-    ]
-    results = triton_call(
-        flat,
-        *values,
-        *scales,
-        *whole,
+    return launched(
+        x,
+        (*values, *scales, *whole),
+        outputs,
+        out_dtypes,
+        tiling(rows, outputs),
         kernel=_projections,
         name=f"skinny_matmul_{form_of(weights[0])}_{rows}x{sum(outputs)}x{inputs}",
-        out=(*shapes, *[jax.ShapeDtypeStruct((1, 1), jnp.float32)] * absent),
+        **{f"FORM{i}": form for i, form in enumerate(forms)},
+    )
+
+
+def launched(
+    x: jax.Array,
+    stored: Sequence[jax.Array],
+    outputs: Sequence[int],
+    out_dtypes: Sequence[Any],
+    tile: dict[str, Any],
+    **how: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel over all tiles of up to `MOST_WEIGHTS` weights, whose arrays are `stored`."""
+    flat = x.reshape(-1, x.shape[-1])
+    rows, inputs = flat.shape
+    absent = MOST_WEIGHTS - len(outputs)
+    shape = jax.ShapeDtypeStruct
+    results = triton_call(
+        flat,
+        *stored,
+        out=(
+            *(shape((rows, n), dtype) for n, dtype in zip(outputs, out_dtypes, strict=True)),
+            # what is never written is small
+            *[shape((1, 1), jnp.float32)] * absent,
+        ),
+        # tiles of tokens next to each other: a weight's second reader finds it in L2
         grid=(
             triton.cdiv(rows, tile["BLOCK_ROWS"]),
             sum(triton.cdiv(n, tile["BLOCK_N"]) for n in outputs),
@@ -65,8 +88,8 @@ def projections(
         ROWS=rows,
         K=inputs,
         **{f"N{i}": n for i, n in enumerate([*outputs, *[0] * absent])},
-        **{f"FORM{i}": form for i, form in enumerate(forms)},
         **tile,
+        **how,
     )
     return tuple(y.reshape(*x.shape[:-1], n) for y, n in zip(results, outputs, strict=False))
 
@@ -84,7 +107,7 @@ def tiling(rows: int, outputs: Sequence[int]) -> dict[str, Any]:
     """As for bfloat16: 64 weight rows a program, or 16 and one warp where those are too few."""
     block_rows = max(8, triton.next_power_of_2(min(rows, 32)))
     common = dict(BLOCK_ROWS=block_rows, BLOCK_K=_STEP)
-    if sum(triton.cdiv(n, 64) for n in outputs) >= _ENOUGH_TILES:
+    if sum(triton.cdiv(n, 64) for n in outputs) >= ENOUGH_TILES:
         return dict(BLOCK_N=64, STAGES=5, num_warps=4, **common)
     return dict(BLOCK_N=16, STAGES=8, num_warps=1, **common)
 

@@ -2,7 +2,7 @@
 
 Bytes: 1 kB of keys and values for each token and kv head of 256 channels in bfloat16. The 2,051
 tokens of 4 queries with 2 kv heads are 16.8 MB, 3.9 us at 4.3 TB/s, those of 128 queries 538 MB,
-125 us. A kernel of this language is a captured call of a CUDA graph: 0.8 us more than a native
+125 us. A kernel of this language is a captured call of a CUDA graph, which costs more than a native
 node; what finds the pages before it and adds its parts up after it are fusions of XLA.
 
 There is no gather by a vector of places on Hopper. One warpgroup reads them one by one and asks for
@@ -11,7 +11,7 @@ each alone. TMA can not put four rows into a tile of wgmma, which has eight, so 
 are in memory, and the other warpgroup puts them into tiles, with zeros in place of what no token
 is, which may be NaN: a weight of zero would not silence it.
 
-Both products have 16 columns for each query head of a kv head: 64 tokens by heads, then 64 channels
+Both products have 16 columns, a query head of a kv head each: 64 tokens by heads, then 64 channels
 by heads. The weights of the second are two bfloat16 parts side by side, so that it is a float32 sum
 to 2**-17. A selection is split until the chip is full; the parts are merged in their order.
 """
@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qwen4jax.pallas.mosaic_layouts import LINES, SWIZZLED
 from qwen4jax.pallas.sparse_attention.limits import MOSAIC_HEADS as HEADS
 from qwen4jax.span import physical
 
@@ -34,10 +35,6 @@ _BLOCK = 4  # tokens that are copied at once where they lie side by side
 _STAGES = 2  # tiles of bfloat16 under way, twice as many of e4m3
 _LONGEST = 16  # tiles of a part, as far as shared memory goes
 _CTAS = 132  # one for each multiprocessor
-_SWIZZLED: Any = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
 _PRODUCT = plgpu.Layout.WGMMA
 _OVER_ROWS = plgpu.Layout.WGMMA.reduce(0)
 # [rows, 64] where a lane holds 16 bytes of a row, as they lie in memory and in a tile
@@ -45,13 +42,6 @@ _COPIED = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 64), (4, 64), (8,))),
     warp_dims=(-5,),
     lane_dims=(-3, -2),
-    vector_dim=-1,
-)
-# [heads, 64] where a warp holds two rows, and a lane one column of each half of them
-_LINES = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (32,), (1,))),
-    warp_dims=(-6,),
-    lane_dims=(-2,),
     vector_dim=-1,
 )
 
@@ -267,7 +257,7 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
             for c, out in enumerate(outs):
                 scratch["upright"][...] = out / over_rows(total)
                 plgpu.commit_smem()
-                turned = plgpu.load(scratch["upright"].T, layout=_LINES, optimized=False)
+                turned = plgpu.load(scratch["upright"].T, layout=LINES, optimized=False)
                 parts_out[pair, part, :, pl.ds(c * 64, 64)] = turned
 
     body.__name__ = f"sparse_attention_{queries}x{heads}x{width}"
@@ -275,12 +265,12 @@ def _kernel(sizes: tuple[int, ...], kv_heads: int, width: int, kept_in: Any) -> 
     scratch: dict[str, Any] = {
         "slots": plgpu.SMEM((-(-places // at_once) * at_once,), jnp.int32),
         "given_queries": plgpu.SMEM((HEADS, channels), bf16),
-        "queries": plgpu.SMEM((HEADS, channels), bf16, transforms=_SWIZZLED),
+        "queries": plgpu.SMEM((HEADS, channels), bf16, transforms=SWIZZLED),
         "keys": plgpu.SMEM((stages, TILE, channels), kept_in),
         "values": plgpu.SMEM((stages, TILE, channels), kept_in),
         # of keys, then of values
-        "tile": plgpu.SMEM((2, TILE, channels), bf16, transforms=_SWIZZLED),
-        "weights": plgpu.SMEM((2 * HEADS, TILE), bf16, transforms=_SWIZZLED),
+        "tile": plgpu.SMEM((2, TILE, channels), bf16, transforms=SWIZZLED),
+        "weights": plgpu.SMEM((2 * HEADS, TILE), bf16, transforms=SWIZZLED),
         "upright": plgpu.SMEM((TILE, HEADS), f32),
         "given": plgpu.Barrier(num_arrivals=-(-places // at_once) + 1),
         "full": plgpu.Barrier(num_arrivals=2 * TILE, num_barriers=stages),

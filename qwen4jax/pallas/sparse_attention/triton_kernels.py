@@ -369,8 +369,7 @@ def _attend(query, found, spoiled, slot, top, outs, SCALE: tl.constexpr, LIFT: t
         if query[0].dtype != tl.float32:
             channels = _channels(value, j, 1, EACH, query[0].dtype)
             out = tl.dot(fine, channels, out)
-        outs_j = (out,)
-        new = new + outs_j
+        new = new + (out,)  # noqa: RUF005
     return higher, kept, weight, new
 
 

@@ -2,11 +2,11 @@
 """Attention to selected tokens on a GPU: four queries of a request read together what any selects.
 
 Bytes: 2,051 tokens of a query with 2 kv heads are 4.2 MB, and 8,192 queries read 34 GB, mostly from
-the second-level cache, 6 ms at some 5.5 TB/s. Neighbours select much the same: with four fifths of
-the blocks in common four of them select 3,300 tokens together instead of 8,200; up to a context of
-2,051 tokens they select all. So a first kernel lists for each four queries the tokens that any of
-them selects, in order, with a bit for each query, and a program of the second goes through the list
-once. Where nothing is in common it reads as much as one query alone at a time would.
+the second-level cache, 6 ms if it gives 5.5 TB/s. Neighbours select much the same: with four fifths
+of the blocks in common four of them select 3,300 tokens together instead of 8,200; up to a context
+of 2,051 tokens they select all. So a first kernel lists for each four queries the tokens that any
+of them selects, in order, with a bit for each query, and a program of the second goes through the
+list once. Where nothing is in common it reads as much as one query alone at a time would.
 
 With 12 heads of a kv head, 16 with spare ones, four queries are the 64 rows of a warpgroup's
 product: 768 cycles of it for 32 tokens (weights in two bfloat16 parts, see `triton_kernels`), and
