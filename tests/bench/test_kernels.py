@@ -13,7 +13,7 @@ import pytest
 
 # the package sets what XLA reads when a process starts; these tests share theirs with others
 with mock.patch.dict(os.environ):
-    from bench import chains, kernel_table, kernels, peers, timing
+    from bench import chains, kernel_table, kernels, timing
     from bench.operations import draw, operations, split
 from qwen4jax.pallas import skinny_matmul
 
@@ -201,42 +201,6 @@ def test_a_chain_calls_as_often_as_it_says():
         np.testing.assert_allclose(
             np.asarray(state["streams"]), np.asarray(want), rtol=1e-5, atol=1e-4
         )
-
-
-SAMPLE = [
-    dict(group="mix", case="4 rows", peer="a", us=19.2, note=""),
-    dict(group="mix", case="4 rows", peer="b", us=15.0, note=""),
-    dict(group="mix", case="4 rows", peer="c", us=1.0, note="computes nothing WRONG"),
-    dict(group="mix", case="4 rows", peer="d", fail="RuntimeError: no", note=""),
-    dict(group="norm", case="4 rows", peer="n", us=1.34, note=""),
-    dict(group="chain", case="4 rows", peer="whole", us=20.29, note=""),
-    dict(group="qsa_score", case="1 req x 4 q, 56k tokens", peer="s", us=3.94, note=""),
-    dict(group="gdn", case="TP1 batch 1, commit 3 of 4, 36 layers", peer="r", us=90.0, note=""),
-]
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "rows", "expected"),
-    [
-        ("gated_residual.mix", "released_4", 4, ("n + b", 16.34)),
-        ("gated_residual.mix", "released_32", 32, (None, None)),
-        ("gated_residual.mix", "bfloat16", 4, (None, None)),
-        ("gated_residual.chain", "released_4", 4, ("whole", 20.29)),
-        ("index_score", "released_1_rows_64k", 4, ("s (56k)", 3.94)),
-        ("gated_delta.commit", "released_1", 4, ("r", 2.5)),
-        ("skinny_matmul", "lm_head_4", 4, (None, None)),
-    ],
-)
-def test_the_best_public_kernel(tmp_path: Path, operation, case, rows, expected):
-    file = tmp_path / "peers.json"
-    file.write_text(json.dumps(SAMPLE))
-    assert peers.best(peers.load(file), peers.terms(operation, case, rows)) == expected
-
-
-def test_no_peers_without_their_folder(monkeypatch, tmp_path: Path):
-    monkeypatch.setenv("PEERS_DIR", str(tmp_path))
-    assert peers.folder() is None
-    assert peers.run(["residual"], tmp_path / "peers.json") == []
 
 
 def test_the_chain_of_the_gated_residual(tmp_path: Path):
