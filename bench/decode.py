@@ -19,6 +19,7 @@ import concurrent.futures
 import copy
 import dataclasses
 import json
+import math
 import re
 import statistics
 import time
@@ -159,7 +160,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     # the first rounds build the graph
     carry, _ = queue_rounds(call, carry, 3)
     groups = []
-    for _ in range(max(args.rounds // GROUP, 1)):
+    for _ in range(math.ceil(args.rounds / GROUP)):
         carry, group = queue_rounds(call, carry, GROUP)
         groups.append(group)
     walls = [g.wall_s for g in groups]
@@ -295,7 +296,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--index-share", choices=("fresh", "share", "share_frozen"), default="share"
     )
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help=f"at least, in groups of {GROUP}")
     parser.add_argument(
         "--profile",
         type=int,

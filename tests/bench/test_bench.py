@@ -64,6 +64,8 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     assert record["device"] == "cpu"
     assert 3 <= record["tokens_per_round"] <= 4
     assert record["round_ms"] > 0
+    # whole groups of 12, no fewer rounds than asked
+    assert record["rounds"] == 24
 
 
 @pytest.mark.parametrize(
