@@ -124,7 +124,7 @@ def measure(
     seed = time.time_ns() % (1 << 31)
     arrays = draw(chain, seed, chain.checked, 1)
     out = shapes(chain, chain.checked, 1)["carry"]
-    repeats = args.repeats or check.repeats(out)
+    repeats = args.repeats or check.repeats(out, implementation)
     verdict = check.check(programs.operation, programs.once, programs.judge, arrays, out, repeats)
     if verdict.wrong:
         return None, f"WRONG: {verdict.wrong}"
