@@ -1,152 +1,175 @@
-"""The gated residual over 32 sets of weights: update, norm and mix, sublayer after sublayer.
+"""Chains of operations as a round has them, each call on weights or caches of its own.
 
     python -m bench.chains --peers peers.json
+    python -m bench.chains --chain delta --requests 1 16 --implementation default
 
-What the public benchmark times as `chain`: the previous sublayer's output is added to the streams,
-the streams are normed, and the mixer makes the next input and its injection weights. Each of the 32
-banks has its own weights, 13.2 MB, so none is in the cache when it is needed; the input of a
-sublayer stands for its output, so the chain is as serial as the model. One CUDA graph; `us` is per
-bank. One boundary is first checked against float32; lines go to `kernels.jsonl` as the operation
-`gated_residual.chain`.
+`residual`: update, norm and mix of the gated residual over 32 sets of weights, what the public
+benchmark times as `chain`. `select`: scoring and selection of 512 blocks. `sparse`: scoring,
+selection and attention. `delta`: Gated DeltaNet with convolution and norm, of one token with the
+commit (`decode`), of four tokens without it and with it (`verify`, `verify_commit`); the commit is
+one launch for all layers, as in the round. The arrays of all links outgrow the cache, a call waits
+for the one before, all are one CUDA graph; `us` is per link.
+
+Some links are first checked against float32: a selection has to be one of the best up to float32's
+rounding of the scores, the rest as `bench.check` has it. Lines go to `kernels.jsonl` as operations
+of their own. The public kernels beside them are chains where the public benchmark has one, and
+sums of parts timed alone elsewhere.
+
+Dependent launch (a kernel that starts while the one before ends): the public kernels have it. In an
+XLA graph it does nothing, so there is no chain with it here. Measured on chains of small Mosaic
+kernels: `griddepcontrol` shortens the steps of a stream and changes nothing in a graph. The likely
+reasons: a Mosaic or jax-triton call is captured as a child graph, whose edges are not programmatic,
+and XLA does not set the launch attribute for Triton kernels that it did not make itself, with or
+without the `xla.pdl_launch` attribute. Its own fusions are compiled with it.
 """
 
 import argparse
+import contextlib
 import dataclasses
-import functools
+import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from bench import check, timing
+from bench import chain_attention, chain_links, check, timing
+from bench.chain_links import Chain
 from bench.kernels import failure, find_peers, keep_line, line_of
 from bench.operations import Operation
-from bench.traffic import size
-from qwen4jax.pallas import counters
-from qwen4jax.pallas.gated_residual import BOUNDARY, boundary
+from qwen4jax.config import Config
+from qwen4jax.pallas import registry
 
-NAME = "gated_residual.chain"
-STREAMS = 4
-_STATE = "streams", "inject", "y", "counter"
-
-
-def step(
-    streams: jax.Array,
-    inject: jax.Array,
-    y: jax.Array,
-    counter: jax.Array,
-    weights: dict[str, jax.Array],
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Streams, injection weights, input, counter of the sublayer after one whose output is `y`."""
-    pending = inject, y
-    streams, x, given, counter = boundary(
-        streams, pending, **weights, counter=counter, eps=1e-6, implementation=implementation
-    )
-    assert given is not None
-    return streams, given, x, counter
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "hidden"))
-def draw_state(key: jax.Array, rows: int, hidden: int) -> tuple[jax.Array, ...]:
-    """Random streams, injection weights and sublayer output of one token per row; a counter."""
-    a, b, c = jax.random.split(key, 3)
-    return (
-        jax.random.normal(a, (rows, 1, STREAMS, hidden), jnp.bfloat16),
-        2 * jax.random.uniform(b, (rows, 1, STREAMS)),
-        jax.random.normal(c, (rows, 1, hidden), jnp.bfloat16),
-        counters.fresh(),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("hidden", "rank"))
-def draw_bank(key: jax.Array, hidden: int, rank: int) -> dict[str, jax.Array]:
-    """Random weights of one mixer that keep the size of what they multiply."""
-    width = STREAMS * hidden
-    made = {}
-    for name, shape in dict(down=(rank, width), up=(width, rank), inject=(STREAMS, width)).items():
-        key, own = jax.random.split(key)
-        made[name] = (jax.random.normal(own, shape) * shape[1] ** -0.5).astype(jnp.bfloat16)
-    return made | dict(norm=(jax.random.normal(key, (width,)) * 0.1).astype(jnp.bfloat16))
+CHAINS = ("residual", "select", "sparse", "delta")
+# requests and tokens: one at 56k and at 256k, a batch
+SELECTIONS = (1, 57344), (1, 262144), (32, 57344)
+DEFAULT = "default"
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
-    """Compiled programs of one number of rows and one implementation."""
+class Programs:
+    """A chain's, of one implementation."""
 
-    rows: int
-    implementation: str
+    operation: Operation
     once: Any
     judge: Any
     program: Any
 
 
-def compile_chain(
-    rows: int, implementation: str, args: argparse.Namespace, operation: Operation
-) -> Chain:
-    """The chain as one program, and one boundary with its judge."""
-    name = None if implementation == "default" else implementation
-    state = jax.eval_shape(lambda: draw_state(jax.random.key(0), rows, args.hidden))
-    bank = jax.eval_shape(lambda: draw_bank(jax.random.key(0), args.hidden, args.rank))
-    one = jax.jit(functools.partial(step, implementation=name))
+@contextlib.contextmanager
+def chosen(chain: Chain, implementation: str) -> Iterator[None]:
+    """Within it, the chain's operations run an implementation, those that have it.
 
-    def program(state: Any, banks: list[Any]) -> Any:
-        for _ in range(args.passes):
-            for own in banks:
-                # a sublayer stands between the mixer and the update: they are not fused
-                state = jax.lax.optimization_barrier(one(*state, own))
-        return state
-
-    lowered = jax.jit(program, donate_argnums=0).lower(state, [bank] * args.banks)
-    arrays = named(state, bank)
-    call = lambda given: step(**given, implementation=name)  # noqa: E731
-    once = check.compile_once(operation, call, arrays, state)
-    judge = check.compile_judge(operation, {}, arrays, state)
-    return Chain(rows, implementation, once, judge, lowered.compile(timing.compile_options()))
+    Raises:
+        NotImplementedError: none has it.
+    """
+    named = {op.name: implementation for op in chain.operations if implementation in op}
+    if implementation != DEFAULT and not named:
+        raise NotImplementedError(f"{implementation}: no operation of {chain.name} has it")
+    with registry.using(named):
+        yield
 
 
-def named(state: tuple, bank: dict) -> dict[str, Any]:
-    """Keyword arguments of `step`."""
-    return dict(zip(_STATE, state, strict=True)) | dict(weights=bank)
+def call(chain: Chain, implementation: str, carry: Any, fixed: Any, passes: int) -> Any:
+    """The carry behind a chain."""
+    with chosen(chain, implementation):
+        return chain.run(carry, fixed, passes)
+
+
+def compile_chain(chain: Chain, implementation: str) -> Programs:
+    """Checked links, and all as one program, which is given the carry."""
+
+    def function(carry: Any, fixed: Any, implementation: str) -> Any:
+        return call(chain, implementation, carry, fixed, 1)
+
+    compared = lambda _, carry: chain.compared(carry)  # noqa: E731
+    operation = Operation(chain.name, function, (implementation,), (), compared=compared)
+    arrays = shapes(chain, chain.checked, 1)
+    checked = lambda given: operation.function(**given, implementation=implementation)  # noqa: E731
+    out = jax.eval_shape(checked, arrays)
+    once = check.compile_once(operation, checked, arrays, out)
+    if chain.judge is None:
+        judge = check.compile_judge(operation, {}, arrays, out)
+    else:
+        with jax.default_matmul_precision("highest"):
+            judge = jax.jit(chain.judge).lower(arrays, out).compile()
+
+    def program(carry: Any, fixed: Any) -> Any:
+        return call(chain, implementation, carry, fixed, chain.passes)
+
+    given = shapes(chain, chain.links, chain.passes)
+    lowered = jax.jit(program, donate_argnums=0, keep_unused=True).lower(*given.values())
+    return Programs(operation, once, judge, lowered.compile(timing.compile_options()))
+
+
+def draw(chain: Chain, seed: int, links: int, passes: int) -> dict[str, Any]:
+    """Carry and fixed arrays."""
+    # bits of the device's own generator: caches are large
+    carry, fixed = chain.draw(jax.random.key(seed, impl="rbg"), links, passes)
+    return dict(carry=carry, fixed=fixed)
+
+
+def shapes(chain: Chain, links: int, passes: int) -> dict[str, Any]:
+    """Shapes of what is drawn."""
+    return jax.eval_shape(lambda: draw(chain, 0, links, passes))
 
 
 def measure(
-    chain: Chain, banks: list[Any], args: argparse.Namespace, operation: Operation
+    chain: Chain, implementation: str, programs: Programs, args: argparse.Namespace
 ) -> tuple[dict | None, str]:
     """(result line without place and peer, or None; what to print)."""
-    state = draw_state(jax.random.key(time.time_ns() % (1 << 31)), chain.rows, args.hidden)
-    verdict = check.check(
-        operation, chain.once, chain.judge, named(state, banks[0]), timing.abstract(state), 3
-    )
+    seed = time.time_ns() % (1 << 31)
+    arrays = draw(chain, seed, chain.checked, 1)
+    out = shapes(chain, chain.checked, 1)["carry"]
+    repeats = args.repeats or check.repeats(out, implementation)
+    verdict = check.check(programs.operation, programs.once, programs.judge, arrays, out, repeats)
     if verdict.wrong:
         return None, f"WRONG: {verdict.wrong}"
-    run = lambda state: chain.program(state, banks)  # noqa: E731
-    # streams, injection weights and output are read and written, the weights read
-    nbytes = size(banks[0]) + 2 * size(state)
-    measured = timing.per_call(run, state, args.banks * args.passes, args.quick)
-    case = f"released_{chain.rows}" if args.hidden == 2560 else f"small_{chain.rows}"
-    names = NAME, case, chain.implementation
-    return line_of(names, chain.rows, nbytes, measured, verdict)
+    carry, fixed = draw(chain, seed, chain.links, chain.passes).values()
+    carry = jax.block_until_ready(programs.program(carry, fixed))
+    nbytes = chain.nbytes(carry, fixed) / chain.links
+    run = lambda carry: programs.program(carry, fixed)  # noqa: E731
+    measured = timing.per_call(run, carry, chain.links * chain.passes, args.quick)
+    case = f"{'small' if args.small else 'released'}_{chain.case}"
+    names = chain.name, case, implementation
+    return line_of(names, chain.rows, int(nbytes), measured, verdict)
+
+
+def chains(args: argparse.Namespace) -> list[Chain]:
+    """Those that are asked for, at their sizes."""
+    config = Config.tiny() if args.small else Config.flash_next()
+    tokens = 1024 if args.small else 57344
+    found = []
+    for name in args.chain or CHAINS:
+        if name == "residual":
+            found += [chain_links.residual(config, rows) for rows in args.rows]
+        elif name == "select":
+            sizes = [(n, tokens) for n in args.requests] if args.small else SELECTIONS
+            found += [chain_attention.selection(config, *size) for size in sizes]
+        elif name == "sparse":
+            found += [chain_attention.sparse(config, n, tokens) for n in args.requests]
+        else:
+            kinds = ("decode", "verify", "verify_commit")
+            found += [chain_links.delta(config, k, n) for k in kinds for n in args.requests]
+    if args.small:
+        found = [dataclasses.replace(chain, links=2) for chain in found]
+    return [chain for chain in found if re.search(args.case or "", chain.case)]
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    found = find_peers([NAME], args.peers, args.quick)
-    names = args.implementation or ["default", *BOUNDARY]
-    operation = Operation(NAME, step, tuple(names), (), compared=lambda _, out: out[:3])
-    jobs = [(rows, name) for rows in args.rows for name in names]
+    names = args.implementation or [DEFAULT]
+    jobs = [(chain, name) for chain in chains(args) for name in names]
+    found = find_peers(list({chain.name for chain, _ in jobs}), args.peers, args.quick)
     with ThreadPoolExecutor(args.jobs) as pool:
-        chains = [pool.submit(compile_chain, *job, args, operation) for job in jobs]
+        programs = [pool.submit(compile_chain, *job) for job in jobs]
     bandwidth = timing.copy_bandwidth()
-    banks = [draw_bank(jax.random.key(i), args.hidden, args.rank) for i in range(args.banks)]
     bad = 0
-    for (rows, name), chain in zip(jobs, chains, strict=True):
+    for (chain, name), compiled in zip(jobs, programs, strict=True):
         try:
-            line, text = measure(chain.result(), banks, args, operation)
+            line, text = measure(chain, name, compiled.result(), args)
         except NotImplementedError as e:
             line, text = None, f"skipped: {e}"
         except Exception as e:  # of a kernel's compilation or launch; the other rows go on
@@ -154,20 +177,27 @@ def main(argv: list[str] | None = None) -> None:
         if line is not None:
             text += keep_line(line, bandwidth, found, args.out)
         bad += text.startswith(("WRONG", "FAILED"))
-        print(f"{NAME} {rows:5} rows  {name:20} {text}", flush=True)
+        print(f"{chain.name:22} {chain.case:18} {name:16} {text}", flush=True)
     if bad:
         raise SystemExit(f"{bad} rows are wrong or failed")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 128, 2048])
-    parser.add_argument("--implementation", action="append", help="by default each, and the choice")
-    parser.add_argument("--banks", type=int, default=32)
-    parser.add_argument("--passes", type=int, default=2, help="over all banks in one graph")
-    parser.add_argument("--hidden", type=int, default=2560)
-    parser.add_argument("--rank", type=int, default=320)
+    parser.add_argument("--chain", action="append", choices=CHAINS, help="by default all")
+    parser.add_argument("--case", help="regular expression of cases")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 4, 16, 32, 128, 2048], help="of residual"
+    )
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[1, 16], help="of sparse and delta"
+    )
+    parser.add_argument(
+        "--implementation", action="append", help="or default, which is the registry's choice"
+    )
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--repeats", type=int, help="runs that must agree bit for bit")
     parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
     parser.add_argument("--out", help="folder of kernels.jsonl; by default bench/results/<device>")
     parser.add_argument("--peers", type=Path, help="JSON of the peers; by default they are run")

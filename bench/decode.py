@@ -2,6 +2,7 @@
 
     python -m bench.decode --batch 1 --context 65536 --draft 3 --acceptance 3.23
     python -m bench.decode --run batch=1 --run draft=0 --run batch=32,kv=e4m3,rounds=40
+    python -m bench.decode --table pinned --table-rows 7000000     # what the host's table costs
 
 Method: weights are random in the stored forms, keys and states are random; each round accepts a
 number of drafts drawn per slot and round so that the mean is `--acceptance` (the bonus token
@@ -19,6 +20,7 @@ import concurrent.futures
 import copy
 import dataclasses
 import json
+import math
 import re
 import statistics
 import time
@@ -34,6 +36,7 @@ from bench.parts import expected_distinct, floor_parts
 from bench.profile import device_kernels, time_by_kernel, time_by_part
 from bench.record import append, stamp
 from bench.released import (
+    STAND_IN_ROWS,
     abstract,
     build,
     device_bytes,
@@ -63,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             experts=args.experts,
             draft=args.draft_weights,
             draft_vocab=args.draft_vocab,
+            table_rows=args.table_rows,
         )
     else:
         config = tiny_config(args.experts)
@@ -160,7 +164,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     # the first rounds build the graph
     carry, _ = queue_rounds(call, carry, 3)
     groups = []
-    for _ in range(max(args.rounds // GROUP, 1)):
+    for _ in range(math.ceil(args.rounds / GROUP)):
         carry, group = queue_rounds(call, carry, GROUP)
         groups.append(group)
     walls = [g.wall_s for g in groups]
@@ -190,7 +194,8 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         f" index_share={args.index_share} kv={args.kv}"
         + (f" draft_weights={args.draft_weights}" if args.draft_weights != "bf16" else "")
         + (f" draft_vocab={args.draft_vocab}" if args.draft_vocab else "")
-        + (f" table={args.table}" if args.table != "device" else ""),
+        + (f" table={args.table}" if args.table != "device" else "")
+        + (f" table_rows={args.table_rows}" if args.table_rows != STAND_IN_ROWS else ""),
         "devices": 1,
         "batch": batch,
         "context": args.context,
@@ -288,6 +293,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--draft-vocab", type=int, help="ids that are drafted, of flash_next")
     parser.add_argument("--table", choices=("device", "pinned"), default="device")
+    parser.add_argument(
+        "--table-rows",
+        type=int,
+        default=STAND_IN_ROWS,
+        help="of each of 16 n-gram heads, 160 bytes each; of flash_next",
+    )
     parser.add_argument("--kv", choices=("bf16", "e4m3"), default="bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=65536)
@@ -296,7 +307,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--index-share", choices=("fresh", "share", "share_frozen"), default="share"
     )
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help=f"at least, in groups of {GROUP}")
     parser.add_argument(
         "--profile",
         type=int,
@@ -315,8 +326,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.layers < 4 or args.layers % 4:
         parser.error(f"--layers: {args.layers} is not a multiple of 4")
-    if args.config == "tiny" and (args.draft_weights != "bf16" or args.draft_vocab is not None):
-        parser.error("--draft-weights, --draft-vocab: are of flash_next")
+    released = ("draft_weights", "draft_vocab", "table_rows")
+    if args.config == "tiny" and any(getattr(args, n) != parser.get_default(n) for n in released):
+        parser.error("--draft-weights, --draft-vocab, --table-rows: are of flash_next")
     if args.draft_vocab is not None and args.draft_vocab < 1:
         parser.error(f"--draft-vocab: {args.draft_vocab} is not over 0")
     for given in args.run:

@@ -1,17 +1,19 @@
 """What `generate` makes of the round: its rounds per second, and a soak.
 
     python -m bench.engine rate --context 65536        # the released model
-    python -m bench.engine soak --layers 4 --rounds 20000
+    python -m bench.engine soak --layers 4 --rounds 20000 --seconds 300
 
 `rate` drives the engine behind `generate` with one greedy request whose slot is set to a context of
 zeros, and queues the same program with the same shapes behind itself, as `bench.decode` does; both
 in groups, in turn, medians. `soak` repeats one schedule of requests that come and go, with
 temperature and without, until there were so many rounds: each repetition must give the ids of the
-first, leave the memory in use as it was after the second, and not take longer. Random weights. One
-JSON line goes to `bench/results/<device>/engine.jsonl`.
+first, leave the memory in use as it was after the second, and not take longer; after `--seconds`
+the running repetition is the last. Random weights. What is printed says how far a run that was cut
+had come; one JSON line goes to `bench/results/<device>/engine.jsonl`.
 """
 
 import argparse
+import math
 import resource
 import statistics
 import time
@@ -30,6 +32,8 @@ from qwen4jax.decode.round import next_round
 from qwen4jax.params import Params
 
 GROUP = 20
+# seconds between two words of a soak
+SAY_EVERY = 10.0
 DRAFTS = 3
 
 
@@ -47,8 +51,10 @@ def rate(params: Params, context: int, groups: int) -> dict:
     sampling = Sampling(temperature=0, max_new_tokens=longest - 600, ignore_eos=True)
     engine, requests = engine_of(params, [list(range(1, 257))], sampling, 1)
     engine.admit(0, requests[0])
+    began = time.perf_counter()
     while engine.rounds < 8:
         list(engine.advance())
+    print(f"# first rounds, compiled: {time.perf_counter() - began:.1f} s", flush=True)
     # from arrays that are there, whose place the compiled programs know
     engine.state = engine.state.replace(length=0 * engine.state.length + context)
     through, bare = [], []
@@ -71,6 +77,7 @@ def rate(params: Params, context: int, groups: int) -> dict:
         for words in sent:
             np.asarray(words)
         bare.append((time.perf_counter() - began) / GROUP)
+        print(f"# {through[-1] * 1e3:.3f} ms a round, bare {bare[-1] * 1e3:.3f}", flush=True)
         engine.state, engine._controls, engine._active, _ = carry
     one, other = statistics.median(through), statistics.median(bare)
     return {
@@ -98,12 +105,17 @@ def schedule(vocab: int, number: int) -> tuple[list, list]:
     return prompts, sampling
 
 
-def soak(params: Params, rounds: int, slots: int) -> dict:
-    """Repeats the schedule; raises SystemExit where a repetition gives other ids."""
+def soak(params: Params, rounds: int, slots: int, limit: float = math.inf) -> dict:
+    """Repeats the schedule; raises SystemExit where a repetition gives other ids.
+
+    At least four times, then until there were `rounds`, or `limit` seconds are over.
+    """
     prompts, sampling = schedule(params.config.vocab_size, 3 * slots)
     engine, requests = engine_of(params, prompts, sampling, slots)
     first, seconds, held, resident = None, [], [], []
-    while engine.rounds < rounds or len(seconds) < 4:
+    start = said = time.perf_counter()
+    over = lambda: engine.rounds >= rounds or time.perf_counter() - start > limit  # noqa: E731
+    while len(seconds) < 4 or not over():
         began, before = time.perf_counter(), engine.rounds
         for _ in engine.run(requests):
             pass
@@ -116,6 +128,10 @@ def soak(params: Params, rounds: int, slots: int) -> dict:
         seconds.append((time.perf_counter() - began) / (engine.rounds - before))
         held.append((jax.devices()[0].memory_stats() or {}).get("bytes_in_use"))
         resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        if len(seconds) <= 4 or time.perf_counter() - said > SAY_EVERY:
+            said = time.perf_counter()
+            many = f"repetition {len(seconds)}, {engine.rounds} rounds in {said - start:.1f} s"
+            print(f"# {many}, the last {seconds[-1] * 1e3:.3f} ms each", flush=True)
     if held[-1] != held[1]:
         raise SystemExit(f"memory in use went from {held[1]} to {held[-1]} bytes")
     # the first repetition compiles
@@ -134,11 +150,13 @@ def soak(params: Params, rounds: int, slots: int) -> dict:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     config = tiny_config() if args.config == "tiny" else released_config(layers=args.layers)
+    began = time.perf_counter()
     params = build(config)
+    print(f"# built in {time.perf_counter() - began:.1f} s", flush=True)
     if args.mode == "rate":
         found = rate(params, args.context, args.groups)
     else:
-        found = soak(params, args.rounds, args.slots)
+        found = soak(params, args.rounds, args.slots, args.seconds)
     line = {"run": args.mode, "config": f"{args.config} layers={config.num_hidden_layers}"}
     line |= found | stamp()
     append([line], "engine.jsonl", args.out)
@@ -153,6 +171,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=65536, help="tokens in the slot, of rate")
     parser.add_argument("--groups", type=int, default=5, help="of 20 rounds each, of rate")
     parser.add_argument("--rounds", type=int, default=20000, help="at least, of soak")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="after which no repetition begins, of soak"
+    )
     parser.add_argument("--slots", type=int, default=8, help="of soak")
     parser.add_argument("--out", help="folder of engine.jsonl; by default bench/results/<device>")
     return parser.parse_args(argv)

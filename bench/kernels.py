@@ -131,8 +131,9 @@ def measure(row: Row, seed: int, args: Any) -> tuple[dict | None, str]:
         return None, f"FAILED: {failure(failed)}"
     programs, operation = row.programs.result(), row.operation
     arrays, static = split(draw(row.case, seed))
+    repeats = args.repeats or check.repeats(programs.out, row.implementation)
     verdict = check.check(
-        operation, programs.once, row.judge.result(), arrays, programs.out, args.repeats
+        operation, programs.once, row.judge.result(), arrays, programs.out, repeats
     )
     if verdict.wrong:
         return None, f"WRONG: {verdict.wrong}"
@@ -253,7 +254,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--released", action="store_true", help="only cases of released size")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--calls", type=int, default=64, help="most calls in one graph")
-    parser.add_argument("--repeats", type=int, default=3, help="runs that must agree bit for bit")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        help="runs that must agree bit for bit; by default 20, but 3 of the reference and of "
+        "results over 64 MiB",
+    )
     parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
     parser.add_argument("--seed", type=int, help="of the checked inputs; by default the time")
     parser.add_argument("--out", help="folder of kernels.jsonl; by default bench/results/<device>")

@@ -5,8 +5,8 @@
 The scripts that time them are not part of this repository: a folder `PEERS_DIR`, by default
 `.peers` of the checkout, holds them (`scripts`) and the public packages, unpacked or as
 `bundle.txz`. Without the folder no peer is printed. A peer that failed or was wrong counts for
-nothing, and only its own case is compared: the sizes are equal but for the index, where the peers'
-64k row is 56k tokens long and the name says so.
+nothing, and only cases of equal size are compared. Where a peer does less than the case, or reads
+from another place, its name says so in brackets; several are a sum of parts that were timed alone.
 """
 
 import argparse
@@ -27,11 +27,21 @@ ROOT = Path(__file__).parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One row of the peers' table: a group and a case; `share` of its time counts."""
+    """One row of the peers' table.
+
+    Attributes:
+        group: of the row.
+        case: of the row.
+        share: of its time that counts.
+        others: groups whose rows of the same case may be faster.
+        note: what differs from our case.
+    """
 
     group: str
     case: str
     share: float = 1.0
+    others: tuple[str, ...] = ()
+    note: str = ""
 
 
 def folder() -> Path | None:
@@ -71,12 +81,14 @@ def best(rows: list[dict], terms: Iterable[Term]) -> tuple[str | None, float | N
         found = [
             (row["us"] * term.share, row["peer"])
             for row in rows
-            if (row["group"], row["case"]) == (term.group, term.case) and _valid(row)
+            if row["group"] in (term.group, *term.others)
+            and row["case"] == term.case
+            and _valid(row)
         ]
         if not found:
             return None, None
         us, name = min(found)
-        names.append(name + (" (56k)" if "56k" in term.case else ""))
+        names.append(name + (f" ({term.note})" if term.note else ""))
         total += us
     return (" + ".join(names), round(total, 3)) if names else (None, None)
 
@@ -88,7 +100,17 @@ def _valid(row: dict) -> bool:
 def terms(operation: str, case: str, rows: int) -> list[Term]:
     """The peers' rows that do what one of our cases does; empty where none does."""
     make = _TERMS.get(operation)
-    return make(case, rows) if make and case.startswith("released") else []
+    if make is None or not case.startswith("released") or without(operation, case):
+        return []
+    return make(case, rows)
+
+
+def without(operation: str, case: str) -> str | None:
+    """Why no public kernel is compared with a case of an operation that has some."""
+    for operations, cases, reason in _NONE:
+        if re.fullmatch(operations, operation) and re.search(cases, case):
+            return reason
+    return None
 
 
 def _mix(case: str, rows: int) -> list[Term]:
@@ -103,52 +125,108 @@ def _chain(case: str, rows: int) -> list[Term]:
     return [Term("chain", f"{rows} rows")]
 
 
-def _context(requests: int, tokens: int) -> str:
-    length = 56 if tokens == 65536 else tokens // 1024
-    return f"{requests} req x 4 q, {length}k tokens"
+def _context(requests: int, thousands: int) -> str:
+    return f"{requests} req x 4 q, {thousands}k tokens"
 
 
-def _index_score(case: str, rows: int) -> list[Term]:
-    found = re.search(r"_(\d+)k$", case)
-    return [Term("qsa_score", _context(rows // 4, int(found[1]) * 1024))] if found else []
+def _indexer(group: str) -> Callable[[str, int], list[Term]]:
+    """Cases that end in the thousands of tokens."""
+    return lambda case, rows: [
+        Term(group, _context(rows // 4, int(case.removesuffix("k").rpartition("_")[2])))
+    ]
 
 
 def _index_topk(case: str, rows: int) -> list[Term]:
-    found = re.search(r"rows_(\d+)$", case)
-    return [Term("qsa_topk", _context(rows // 4, int(found[1]) * 4))] if found else []
+    blocks = int(case.rpartition("_")[2])
+    return [Term("qsa_topk", _context(rows // 4, blocks * 4 // 1024))]
 
 
-def _sparse_attention(case: str, rows: int) -> list[Term]:
-    # none of them reads an e4m3 cache
-    return [] if "e4m3" in case else [Term("attention", f"TP1 24q/2kv, {rows} rows")]
+def _attention(case: str, rows: int) -> list[Term]:
+    heads = "TP4 6q/1kv" if "rank_of_4" in case else "TP1 24q/2kv"
+    return [Term("attention", f"{heads}, {rows} rows")]
+
+
+def _attention_chain(case: str, rows: int) -> list[Term]:
+    selected = [Term(group, _context(rows // 4, 56)) for group in ("qsa_both", "qsa_slots")]
+    return selected + _attention(case, rows)
+
+
+def _prepare(case: str, rows: int) -> list[Term]:
+    at = f"{rows} rows ({rows // 4} req x 4)"
+    return [Term("qsa_prep", at, note="the indexer's part only")]
+
+
+def _rank(case: str) -> tuple[str, str]:
+    """Heads of the recurrence and of its norm as the peers name them."""
+    return ("TP4 4k/12v", "TP4 12v") if "rank_of_4" in case else ("TP1 16k/48v", "TP1 48v")
 
 
 def _step(case: str, rows: int) -> list[Term]:
-    batch = rows // 4
+    heads, norm = _rank(case)
+    decode = "decode" in case
+    batch, what = (rows, "decode") if decode else (rows // 4, "verify 4")
+    note = "no convolution" + (", the state written" if decode else "")
     return [
-        Term("gdn", f"TP1 16k/48v, batch {batch}, verify 4"),
-        Term("gdn_norm", f"TP1 48v, {rows} tokens"),
+        Term("gdn", f"{heads}, batch {batch}, {what}", note=note),
+        Term("gdn_norm", f"{norm}, {rows} tokens"),
     ]
 
 
 def _commit(case: str, rows: int) -> list[Term]:
     layers = int(case.rpartition("_layers_")[2]) if "_layers_" in case else 1
-    return [Term("gdn", f"TP1 batch {rows // 4}, commit 3 of 4, 36 layers", layers / 36)]
+    rank = _rank(case)[0].partition(" ")[0]
+    return [Term("gdn", f"{rank} batch {rows // 4}, commit 3 of 4, 36 layers", layers / 36)]
+
+
+def _delta_chain(case: str, rows: int) -> list[Term]:
+    return _step(case, rows) + (_commit(case, rows) if "commit" in case else [])
+
+
+def _chunks(case: str, rows: int) -> list[Term]:
+    at = f"{_rank(case)[0]}, {rows} tokens"
+    return [Term("gdn_prefill", at, note="the rule only")]
+
+
+def _tokens(rows: int) -> str:
+    return f"{rows} tokens ({math.ceil(rows / 4)} req x {min(rows, 4)})"
 
 
 def _ngram(group: str) -> Callable[[str, int], list[Term]]:
-    return lambda case, rows: [Term(group, f"{rows} tokens ({math.ceil(rows / 4)} req x 4)")]
+    return lambda case, rows: [Term(group, _tokens(rows))]
+
+
+def _gather(case: str, rows: int) -> list[Term]:
+    return [Term("ple_gather", f"{_tokens(rows)} fp8", note="1.9 GB pinned")]
+
+
+def _embed(case: str, rows: int) -> list[Term]:
+    return _ngram("ple_ids")(case, rows) + _gather(case, rows)
+
+
+def _table(case: str, rows: int) -> list[Term]:
+    return [
+        *_ngram("ple_ids")(case, rows),
+        Term("ple_scale", f"{rows} tokens, fp8 table 32 GiB", note="32 GiB"),
+    ]
 
 
 def _ple_mix(case: str, rows: int) -> list[Term]:
     return _ngram("ple_gate")(case, rows) + _ngram("ple_conv")(case, rows)
 
 
+# forms of the experts, and what they are to be ahead of: the same precision, NVFP4 of any
+_PRECISIONS = {
+    "plain": ("moe_bf16",),
+    "fp8": ("moe_fp8", "moe_int8"),
+    "nvfp4": ("moe_4bit", "moe_fp8", "moe_int8", "moe_bf16"),
+}
+
+
 def _experts(case: str, rows: int) -> list[Term]:
-    for form, group in (("plain", "moe_bf16"), ("fp8", "moe_fp8"), ("nvfp4", "moe_4bit")):
-        if form in case:
-            return [Term(group, f"TP1 inter 640, {rows} rows")]
-    return []
+    form = next(form for form in _PRECISIONS if f"_{form}_" in case)
+    group, *others = _PRECISIONS[form]
+    note = "no shared expert" if "_shared_" in case else ""
+    return [Term(group, f"TP1 inter 640, {rows} rows", others=tuple(others), note=note)]
 
 
 _TERMS: dict[str, Callable[[str, int], list[Term]]] = {
@@ -156,15 +234,42 @@ _TERMS: dict[str, Callable[[str, int], list[Term]]] = {
     "gated_residual.update": _update,
     "gated_residual.boundary": _chain,
     "gated_residual.chain": _chain,
-    "index_score": _index_score,
+    "index_score": _indexer("qsa_score"),
     "index_topk": _index_topk,
-    "sparse_attention": _sparse_attention,
+    "index_topk.select": _indexer("qsa_both"),
+    "sparse_attention": _attention,
+    "sparse_attention.chain": _attention_chain,
+    "compress_and_store.prepare_and_store": _prepare,
     "gated_delta.step": _step,
     "gated_delta.commit": _commit,
+    "gated_delta.chain": _delta_chain,
+    "gated_delta.chunks": _chunks,
     "ple.ngram_rows": _ngram("ple_ids"),
+    "ple.gather": _gather,
+    "ple.embed": _embed,
+    "table": _table,
     "ple.mix": _ple_mix,
     "moe.experts": _experts,
 }
+# (operation, cases, why no peer's row is of their kind)
+_NONE = (
+    (r"gated_residual\.(mix|update)", "chunk", "timed up to 2,048 rows"),
+    (r"moe\.experts", "same_ten|one_in_all", "timed with tokens that choose at random"),
+    (r"moe\.experts", r"_(8|32|\d{3}|\d{4})$(?<!_128)", "timed at 1, 4, 16, 64 and 128 rows"),
+    (r"index_score", r"_8k$|_64k$|chunk", "timed at 4k, 16k, 56k and 256k tokens"),
+    (r"index_topk", r"_2048$|_16384$|_16640$|chunk", "timed at 4k, 16k, 56k and 256k tokens"),
+    (r"index_topk", "ties|all_equal|one_bin|half_range|run", "timed with random scores"),
+    (r"sparse_attention", "e4m3", "none reads an e4m3 cache"),
+    (r"sparse_attention", r"chunk|_8_rows$", "timed at 1, 4, 16 and 128 rows that choose apart"),
+    (r"sparse_attention\.chain", r"_16_rows_", "scoring is timed for 1 and 32 requests"),
+    (r".*prepare_and_store", r"_8_rows$|e4m3|chunk|tokens", "timed for 1 and 32 requests, in bf16"),
+    (r"gated_delta\.step", r"_8$", "timed for 1, 4, 16 and 32 requests"),
+    (r"gated_delta\.commit", r"_(8|32)(_layers_\d+)?$", "timed for 1 and 4 requests"),
+    (r"gated_delta\.chain", r"_commit_16$", "its commit is timed for 1 and 4 requests"),
+    (r"gated_delta\.chunks", r"_(512|2048|4096|1024)$", "timed for one request of 8,192 tokens"),
+    (r"ple\..*", r"chunk|4096", "timed up to 128 tokens"),
+)
+# functions of their script that time an operation's rows
 _GROUPS: dict[str, list[str]] = {
     "gated_residual.mix": ["residual"],
     "gated_residual.update": ["residual"],
@@ -172,10 +277,18 @@ _GROUPS: dict[str, list[str]] = {
     "gated_residual.chain": ["residual"],
     "index_score": ["qsa_score"],
     "index_topk": ["qsa_topk"],
+    "index_topk.select": ["qsa_topk"],
     "sparse_attention": ["attention"],
+    "sparse_attention.chain": ["qsa_topk", "attention"],
+    "compress_and_store.prepare_and_store": ["qsa_prep"],
     "gated_delta.step": ["gdn"],
     "gated_delta.commit": ["gdn"],
+    "gated_delta.chain": ["gdn"],
+    "gated_delta.chunks": ["gdn_prefill"],
     "ple.ngram_rows": ["ple"],
+    "ple.gather": ["ple"],
+    "ple.embed": ["ple"],
+    "table": ["ple", "ple_scale"],
     "ple.mix": ["ple"],
     "moe.experts": ["moe"],
 }
@@ -183,13 +296,17 @@ _GROUPS: dict[str, list[str]] = {
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--op", action="append", help="operation or package; by default all")
+    parser.add_argument(
+        "--op", action="append", help="operation or package; by default all but table"
+    )
     parser.add_argument("--json", required=True, type=Path, help="file for their rows")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and replays")
     args = parser.parse_args(argv)
     if folder() is None:
         raise SystemExit("no peers: neither PEERS_DIR nor .peers holds scripts/bench_peers.py")
-    wanted = [g for name, own in _GROUPS.items() if named(name, args.op) for g in own]
+    # 32 GiB are pinned for the table, so it has to be named
+    asked = args.op or [name for name in _GROUPS if name != "table"]
+    wanted = [g for name, own in _GROUPS.items() if named(name, asked) for g in own]
     rows = run(wanted, args.json, quick=args.quick)
     print(f"{len(rows)} rows, {sum(map(_valid, rows))} of them timed and right")
 

@@ -27,7 +27,9 @@ CALLS = 7
 
 def measure(config: Config, chunk: int, context: int, profile: bool) -> dict:
     """Everything a result line says but where it was measured."""
+    begun = time.perf_counter()
     params = build(config)
+    print(f"# built in {time.perf_counter() - begun:.1f} s", flush=True)
     shapes = state_shapes(config, batch=1, context=context, drafts=3, kv_dtype=None, room=chunk)
     tokens = jax.random.randint(jax.random.key(0), (1, chunk), 0, config.vocab_size, jnp.int32)
     fed = jnp.zeros(1, jnp.int32), tokens, jnp.full(1, chunk, jnp.int32)
@@ -35,6 +37,7 @@ def measure(config: Config, chunk: int, context: int, profile: bool) -> dict:
     begun = time.perf_counter()
     program = prefill_chunk.lower(params, state, *fed).compile()
     compile_s = time.perf_counter() - begun
+    print(f"# compiled in {compile_s:.1f} s", flush=True)
 
     def call(state: DecodeState) -> DecodeState:
         state, _ = program(params, state, *fed)
@@ -46,6 +49,7 @@ def measure(config: Config, chunk: int, context: int, profile: bool) -> dict:
         begun = time.perf_counter()
         state = jax.block_until_ready(call(state))
         walls.append(time.perf_counter() - begun)
+    print(f"# {statistics.median(walls) * 1e3:.3f} ms, before its profile", flush=True)
     parts = {}
     if profile:
         found, _ = time_by_part(

@@ -24,16 +24,17 @@ def released_config(
     experts: ExpertFormat = "nvfp4",
     draft: ExpertFormat = "bf16",
     draft_vocab: int | None = None,
+    table_rows: int = STAND_IN_ROWS,
 ) -> Config:
     """Qwen3.8-Flash-Next as an NVFP4 checkpoint stores it, with fewer layers and n-gram rows.
 
     `draft` is the form that the draft head was quantised to when it was loaded, `draft_vocab` how
-    many ids it drafts.
+    many ids it drafts, `table_rows` about how many rows each of 16 n-gram heads has.
     """
     return Config.flash_next(
         num_hidden_layers=layers,
         layer_types=tuple(SPARSE if i % 4 == 3 else LINEAR for i in range(layers)),
-        ngram_vocab_size_base=STAND_IN_ROWS,
+        ngram_vocab_size_base=table_rows,
         quantization=Quantization(
             experts=experts,
             mtp_experts=draft,

@@ -42,8 +42,12 @@ def _experts(inputs: dict[str, Any], out: Any) -> float:
 
 def _sparse_attention(inputs: dict[str, Any], out: Any) -> float:
     slots = np.asarray(inputs["slots"])
-    distinct = len(np.unique(slots[slots >= 0]))
     key, value = inputs["key"], inputs["value"]
+    if inputs.get("page_table") is not None:
+        table, page = np.asarray(inputs["page_table"]), key.shape[1]
+        there = table[np.arange(len(slots))[:, None, None], slots // page]
+        slots = np.where((slots >= 0) & (there >= 0), there * page + slots % page, -1)
+    distinct = len(np.unique(slots[slots >= 0]))
     share = distinct / math.prod(key.shape[:2])
     rest = [inputs[name] for name in ("query", "gate", "slots")]
     return share * size([key, value]) + size(rest) + size(out)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import jaxtyping
@@ -43,6 +44,10 @@ def pytest_configure(config: pytest.Config):
         # threads of XLA's pool, otherwise one a core: in Mosaic's simulator each warpgroup of a
         # kernel holds one while it waits for the others
         os.environ.setdefault("NPROC", "8")
+        # the benchmarks' package sets what XLA reads when a process starts; its tests share theirs
+        # with all others, which would run with other flags beside them than alone
+        with mock.patch.dict(os.environ):
+            import bench  # noqa: F401
         # before any test module imports the package; Triton compiles no function that it wraps
         jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 

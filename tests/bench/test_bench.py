@@ -64,6 +64,8 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     assert record["device"] == "cpu"
     assert 3 <= record["tokens_per_round"] <= 4
     assert record["round_ms"] > 0
+    # whole groups of 12, no fewer rounds than asked
+    assert record["rounds"] == 24
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,10 @@ def test_wrong_arguments_are_named(capsys, arguments: str, message: str):
     assert message in capsys.readouterr().err
 
 
-def test_draft_options_are_of_the_released_geometry():
+@pytest.mark.parametrize("option", ["--draft-vocab", "--table-rows"])
+def test_some_options_are_of_the_released_geometry(option: str):
     done = subprocess.run(
-        [sys.executable, "-m", *"bench.decode --config tiny --draft-vocab 9".split()],
+        [sys.executable, "-m", *f"bench.decode --config tiny {option} 9".split()],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -90,7 +93,7 @@ def test_draft_options_are_of_the_released_geometry():
         check=False,
     )
     assert done.returncode == 2
-    assert "--draft-weights, --draft-vocab: are of flash_next" in done.stderr
+    assert "--draft-weights, --draft-vocab, --table-rows: are of flash_next" in done.stderr
 
 
 def test_the_drafted_vocabulary_stands_in_the_report():
@@ -100,7 +103,8 @@ def test_the_drafted_vocabulary_stands_in_the_report():
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
     code = (
         "from bench.released import *; from qwen4jax.decode.capacity import plan_memory;"
-        "c = released_config();"
+        "c = released_config(); n = released_config(table_rows=7000000).ngram_hash(0).rows;"
+        "assert 0 <= n - 16 * 7000000 < 10000, n;"
         "s = state_shapes(c, batch=32, context=65536, drafts=3, kv_dtype=None, room=64);"
         "require_memory(plan_memory(c, **s), int(138e9))"
     )

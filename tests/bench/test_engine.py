@@ -7,18 +7,26 @@ from typing import Any
 import pytest
 
 from bench import engine
-from qwen4jax.config import Config
-from qwen4jax.params import init_params
+from bench.released import build
+from qwen4jax.config import Config, Quantization
+from qwen4jax.params import Params
 
 
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "engine.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def params() -> Params:
+    """Of the model that the command line has, so that its programs are compiled once."""
+    return build(Config.tiny(quantization=Quantization(experts="nvfp4")))
+
+
 def test_lines_of_both_modes(tmp_path: Path):
     common = ["--config", "tiny", "--out", str(tmp_path)]
     engine.main(["rate", "--context", "512", "--groups", "1", *common])
-    engine.main(["soak", "--rounds", "1", "--slots", "1", *common])
+    # four repetitions, after which the time is over
+    engine.main(["soak", "--rounds", "1000000", "--seconds", "0", "--slots", "1", *common])
     rate, soak = lines(tmp_path)
     assert (rate["run"], rate["context"], rate["rounds"]) == ("rate", 512, 20)
     assert rate["share"] == pytest.approx(rate["rounds_per_s"] / rate["bare_rounds_per_s"], 0.01)
@@ -27,7 +35,11 @@ def test_lines_of_both_modes(tmp_path: Path):
     assert soak["round_ms_last"] > 0
 
 
-def test_a_repetition_with_other_ids_ends_the_soak(monkeypatch: pytest.MonkeyPatch):
+def test_a_soak_ends_when_there_were_enough_rounds(params: Params):
+    assert engine.soak(params, 1, 1)["requests"] == 4 * 3
+
+
+def test_a_repetition_with_other_ids_ends_the_soak(params: Params, monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
     engine_of = engine.engine_of
 
@@ -52,4 +64,4 @@ def test_a_repetition_with_other_ids_ends_the_soak(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(engine, "engine_of", wrong)
     with pytest.raises(SystemExit, match="repetition 1 gave other ids"):
-        engine.soak(init_params(Config.tiny()), 1, 1)
+        engine.soak(params, 1, 1)

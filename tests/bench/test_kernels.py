@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import chains, kernel_table, kernels, peers, timing
+from bench import check, kernel_table, kernels, timing
 from bench.operations import draw, operations, split
 from qwen4jax.pallas import skinny_matmul
 
@@ -158,6 +158,29 @@ def test_bytes_that_must_move(name, case, expected):
     assert operation.nbytes(inputs, result(operation, inputs)) == expected
 
 
+def test_tokens_of_equal_number_in_two_requests_are_two():
+    operation = operations()["sparse_attention"]
+    inputs = draw(next(c for c in operation.cases if c.name == "paged"))
+    both = inputs | dict(slots=jnp.full_like(inputs["slots"], 3))
+    # rows, places, heads, channels; 19 selected; keys and values of two heads
+    rest = 4 * (3 * 2 * 3 * 4 * 16 + 2 * 3 * 19)
+    expected = rest + 2 * 4 * 2 * 2 * 16
+    assert operation.nbytes(both, result(operation, both)) == expected
+    # on a page that is not assigned
+    none = inputs | dict(
+        slots=jnp.full_like(inputs["slots"], inputs["page_table"].shape[1] * 8 - 1)
+    )
+    assert operation.nbytes(none, result(operation, none)) == rest
+
+
+def test_cheap_results_are_compared_often():
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)  # noqa: E731
+    few = shape(4, 10240), shape(512)
+    assert check.repeats(few, "triton") == 20
+    assert check.repeats(few, "reference") == 3
+    assert check.repeats((shape(4096, 8192), shape(1)), "triton") == 3
+
+
 def test_only_what_changes_of_a_state_counts():
     """Rows with no accepted token are neither read nor written."""
     operation = operations()["gated_delta.commit"]
@@ -197,50 +220,6 @@ def test_a_chain_calls_as_often_as_it_says():
         np.testing.assert_allclose(
             np.asarray(state["streams"]), np.asarray(want), rtol=1e-5, atol=1e-4
         )
-
-
-SAMPLE = [
-    dict(group="mix", case="4 rows", peer="a", us=19.2, note=""),
-    dict(group="mix", case="4 rows", peer="b", us=15.0, note=""),
-    dict(group="mix", case="4 rows", peer="c", us=1.0, note="computes nothing WRONG"),
-    dict(group="mix", case="4 rows", peer="d", fail="RuntimeError: no", note=""),
-    dict(group="norm", case="4 rows", peer="n", us=1.34, note=""),
-    dict(group="chain", case="4 rows", peer="whole", us=20.29, note=""),
-    dict(group="qsa_score", case="1 req x 4 q, 56k tokens", peer="s", us=3.94, note=""),
-    dict(group="gdn", case="TP1 batch 1, commit 3 of 4, 36 layers", peer="r", us=90.0, note=""),
-]
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "rows", "expected"),
-    [
-        ("gated_residual.mix", "released_4", 4, ("n + b", 16.34)),
-        ("gated_residual.mix", "released_32", 32, (None, None)),
-        ("gated_residual.mix", "bfloat16", 4, (None, None)),
-        ("gated_residual.chain", "released_4", 4, ("whole", 20.29)),
-        ("index_score", "released_1_rows_64k", 4, ("s (56k)", 3.94)),
-        ("gated_delta.commit", "released_1", 4, ("r", 2.5)),
-        ("skinny_matmul", "lm_head_4", 4, (None, None)),
-    ],
-)
-def test_the_best_public_kernel(tmp_path: Path, operation, case, rows, expected):
-    file = tmp_path / "peers.json"
-    file.write_text(json.dumps(SAMPLE))
-    assert peers.best(peers.load(file), peers.terms(operation, case, rows)) == expected
-
-
-def test_no_peers_without_their_folder(monkeypatch, tmp_path: Path):
-    monkeypatch.setenv("PEERS_DIR", str(tmp_path))
-    assert peers.folder() is None
-    assert peers.run(["residual"], tmp_path / "peers.json") == []
-
-
-def test_the_chain_of_the_gated_residual(tmp_path: Path):
-    arguments = "--rows 1 3 --banks 2 --hidden 32 --rank 8 --implementation reference --jobs 2"
-    chains.main([*arguments.split(), "--quick", "--out", str(tmp_path)])
-    written = lines(tmp_path)
-    assert [(line["op"], line["rows"]) for line in written] == [(chains.NAME, 1), (chains.NAME, 3)]
-    assert all(list(line)[: len(FIELDS)] == FIELDS and line["us"] > 0 for line in written)
 
 
 def test_the_table_shows_the_fastest_of_the_newest(monkeypatch, tmp_path: Path):

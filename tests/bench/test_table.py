@@ -29,6 +29,15 @@ def test_no_two_rows_are_alike_and_none_has_a_nan(filled):
     assert np.isfinite(memory.astype(np.float32)).all()
 
 
+def test_a_long_filling_says_how_far_it_is(filled, monkeypatch, capsys):
+    memory, block = filled
+    monkeypatch.setattr(table, "SAY_EVERY", 0.0)
+    table.fill(memory, block)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 8
+    assert all(line.startswith("# 0.0 GB filled in ") for line in said)
+
+
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
     monkeypatch.setattr(table, "CALLS", 4)

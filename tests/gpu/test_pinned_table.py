@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from bench.table import expected, fill, pattern_block
+from bench.table import BLOCK, expected, fill, pattern_block
 from qwen4jax.host_table import HostTable
 from qwen4jax.pallas.ple import embed, ngram_rows
 from qwen4jax.pallas.ple.cases import TENTH_HASH
@@ -17,7 +17,7 @@ EOS, WIDTH = 248044, 160
 
 def test_rows_of_a_pinned_table_are_those_of_the_host():
     """5 GB: any row number of 31 bits, offsets past 32 bits. `bench.table` has all 51 GB."""
-    block = pattern_block(1 << 20, WIDTH)
+    block = pattern_block(BLOCK, WIDTH)
     array, memory = pinned_array(
         (TENTH_HASH.rows, WIDTH), np.dtype(ml_dtypes.float8_e4m3fn), jax.devices()[0]
     )

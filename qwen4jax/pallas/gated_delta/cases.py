@@ -212,5 +212,34 @@ CASES = (
         BF16,
         device_only=True,
     ),
-    _chunks("quarter_8192", (8192,), 8192, _QUARTER, BF16, device_only=True),
+    *(
+        _step(f"released_decode_{rows}", rows, 1, _RELEASED, BF16, device_only=True)
+        for rows in (1, 4, 16, 32)
+    ),
+    *(_step(f"released_{rows}", rows, 4, _RELEASED, BF16, device_only=True) for rows in (4, 16)),
+    *(
+        _step(f"released_rank_of_4_decode_{rows}", rows, 1, _QUARTER, BF16, device_only=True)
+        for rows in (1, 4, 16, 32)
+    ),
+    *(
+        _step(f"released_rank_of_4_{rows}", rows, 4, _QUARTER, BF16, device_only=True)
+        for rows in (1, 4, 16, 32)
+    ),
+    *(
+        _commit(
+            f"released_{name}{rows}_layers_36",
+            (3,) * rows,
+            4,
+            heads,
+            BF16,
+            layers=36,
+            device_only=True,
+        )
+        for name, heads, rows in (
+            ("", _RELEASED, 4),
+            ("rank_of_4_", _QUARTER, 1),
+            ("rank_of_4_", _QUARTER, 4),
+        )
+    ),
+    _chunks("released_rank_of_4_8192", (8192,), 8192, _QUARTER, BF16, device_only=True),
 )

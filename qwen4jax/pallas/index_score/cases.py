@@ -61,7 +61,15 @@ CASES = (
             BF16,
             device_only=True,
         )
-        for rows, tokens in ((1, 8192), (1, 65536), (1, 262144), (8, 65536), (32, 65536))
+        for rows, tokens in (
+            (1, 8192),
+            (1, 65536),
+            (1, 262144),
+            (8, 65536),
+            (32, 65536),
+            (1, 57344),
+            (32, 57344),
+        )
     ),
     *(
         _case(name, (1, places, 4, 128, 1024, 16), seen, BF16, device_only=True)

@@ -84,6 +84,18 @@ def _experts(
     return Case("experts", name, build, device_only)
 
 
+def _same_ten(tokens):
+    """All tokens choose the same experts."""
+    return np.tile(3 + 51 * np.arange(10), (tokens, 1))
+
+
+def _one_in_all(tokens):
+    """One expert is among every token's choices, the others are any of the rest."""
+    rng = np.random.default_rng(0)
+    rest = np.argsort(rng.random((tokens, 511)), axis=1)[:, :9]
+    return np.concatenate([rest + (rest >= 77), np.full((tokens, 1), 77)], axis=1)
+
+
 CASES = (
     _route("one_token", 1, 8, 2),
     _route("tokens_63", 63, 16, 4),
@@ -175,6 +187,36 @@ CASES = (
             *(("nvfp4", t) for t in (256, 512, 1024, 2048, 4096, 8192)),
             ("fp8", 2048),
             ("plain", 2048),
+            ("fp8", 8192),
+            ("plain", 8192),
         )
+    ),
+    *(
+        _experts(
+            f"released_{'shared_' * shared}{form}_16",
+            *(16, 512, 10, 2560, 640, BF16),
+            form=form,
+            shared=shared,
+            device_only=True,
+        )
+        for form in ("plain", "nvfp4", "fp8")
+        for shared in (False, True)
+    ),
+    # beside the cases of equal size, whose tokens choose at random
+    *(
+        _experts(
+            f"released_{'shared_' * (t > 128)}{form}_{name}_{t}",
+            *(t, 512, 10, 2560, 640, BF16),
+            form=form,
+            pick=pick(t),
+            shared=t > 128,
+            device_only=True,
+        )
+        for form, t in (
+            *(("nvfp4", t) for t in (4, 16, 32, 128, 2048)),
+            ("fp8", 32),
+            ("plain", 32),
+        )
+        for name, pick in (("same_ten", _same_ten), ("one_in_all", _one_in_all))
     ),
 )

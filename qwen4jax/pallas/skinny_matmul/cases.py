@@ -155,7 +155,7 @@ CASES = (
     ),
     *(
         _argmax(f"lm_head_{rows}", (rows,), *_RELEASED["lm_head"], device_only=True)
-        for rows in (1, 4, 32, 128)
+        for rows in (1, 4, 16, 32, 128)
     ),
     *(
         _argmax(
@@ -184,7 +184,7 @@ CASES = (
     *(
         _case(f"{name}_{rows}", (rows,), *shape, BF16, device_only=True)
         for name, shape in _RELEASED.items()
-        for rows in (1, 4, 32, 128)
+        for rows in (1, 4, 16, 32, 128)
     ),
     *(
         _several(f"{name}_{rows}", (rows,), *shape, device_only=True)

@@ -120,6 +120,8 @@ def _chunk(name, places, start, shape, blocks, dtype=BF16, *, cache=None, kept=0
 
 
 _RELEASED = (24, 2, 256)
+# of a rank of four
+_QUARTER = (6, 1, 256)
 
 CASES = (
     _case("one_query", (1, 1, 4, 2, 16, 3, 8), (11, 11)),
@@ -164,7 +166,24 @@ CASES = (
             ("paged_4_queries", 4, 24, 2, BF16),
             ("paged_4_queries_e4m3", 4, 24, 2, E4M3),
             ("rank_of_4", 4, 6, 1, BF16),
+            ("rank_of_4_e4m3", 4, 6, 1, E4M3),
+            ("rank_of_4_1_query", 1, 6, 1, BF16),
         )
+    ),
+    # as a round of several requests reads
+    *(
+        _case(
+            f"released_{name}_{rows}_rows{'_e4m3' if kind is E4M3 else ''}",
+            (rows, 4, *heads, 1024 * rows, 64),
+            (2051, 2051),
+            BF16,
+            cache=kind,
+            paged=True,
+            device_only=True,
+        )
+        for name, heads in (("paged", _RELEASED), ("rank_of_4", _QUARTER))
+        for rows in (4, 32)
+        for kind in (BF16, E4M3)
     ),
     *(
         _case(
