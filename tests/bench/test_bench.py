@@ -13,8 +13,8 @@ from bench import acceptance, report
 
 ROOT = Path(__file__).parents[2]
 FIELDS = (
-    "config devices batch context draft acceptance round_ms verify_ms draft_ms commit_ms host_ms "
-    "tokens_per_s_per_user tokens_per_s floor_ms floor_fraction kernels graph_segments "
+    "config devices batch context draft mode acceptance round_ms verify_ms draft_ms commit_ms "
+    "host_ms tokens_per_s_per_user tokens_per_s floor_ms floor_fraction kernels graph_segments "
     "bytes_weights bytes_state bytes_table bytes_peak device commit"
 ).split()
 
@@ -55,6 +55,7 @@ def test_byte_budget_is_that_of_the_design():
 def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     run(
         *"bench.decode --config tiny --batch 2 --context 100 --rounds 20 --profile 0".split(),
+        "--run=mode=server",
         "--out",
         str(tmp_path),
     )
@@ -62,6 +63,7 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     record = json.loads(line)
     assert set(FIELDS) <= set(record)
     assert record["device"] == "cpu"
+    assert record["mode"] == "server"
     assert 3 <= record["tokens_per_round"] <= 4
     assert record["round_ms"] > 0
 
@@ -93,8 +95,11 @@ def test_draft_options_are_of_the_released_geometry():
     assert "--draft-weights, --draft-vocab: are of flash_next" in done.stderr
 
 
-def test_the_drafted_vocabulary_stands_in_the_report():
+def test_the_drafted_vocabulary_and_the_mode_stand_in_the_report():
     assert report._stored("x layers=4 kv=bf16 draft_vocab=9") == "kv=bf16 draft_vocab=9"
+    # lines are older than modes
+    assert report._mode({"mode": "server"}) == ["mode=server"]
+    assert report._mode({"mode": "greedy"}) == report._mode({}) == []
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
