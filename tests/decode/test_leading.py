@@ -61,14 +61,23 @@ def rows_of(vocab: int, ks: list[int], ps: list[float]) -> tuple[np.ndarray, np.
     return np.array([k for k, _ in pairs], np.int32), np.array([p for _, p in pairs], np.float32)
 
 
-def made(seed: int, shape: tuple[int, ...], spread: float, step: float, banned: float):
-    """Scores of normal logits: rounded to a step, so that there are ties, and some masked."""
+def made(
+    seed: int, shape: tuple[int, ...], spread: float, step: float, banned: float, apart: bool
+) -> np.ndarray:
+    """Scores of normal logits: rounded to a step, so that there are ties, and some masked.
+
+    Apart: the leading ids are in as many groups as they can be.
+    """
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=shape) * spread
     # zeros of either sign are among them
     scores = np.round(scores / step) * step if step else scores
     scores = np.where(rng.random(shape) < banned, -np.inf, scores).astype(np.float32)
     scores[..., rng.integers(shape[-1])] = 0
+    if apart:
+        ids = np.arange(shape[-1])
+        by_place = np.lexsort((ids // GROUP, ids % GROUP))
+        scores[..., by_place] = np.sort(scores, axis=-1)[..., ::-1]
     return scores - scores.max(axis=-1, keepdims=True)
 
 
@@ -77,6 +86,7 @@ SHAPES = dict(
     spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 1e30]),
     step=st.sampled_from([0.0, 0.5, 2.0]),
     banned=st.sampled_from([0.0, 0.2, 0.95]),
+    apart=st.booleans(),
 )
 KS = [1, 2, CANDIDATES - 1, CANDIDATES, CANDIDATES + 1, 0, LARGE - 1]
 PS = [1e-30, 0.1, 0.5, 0.95, 0.999, 1.0]
@@ -116,7 +126,7 @@ def test_only_rows_beyond_their_candidates_are_sorted(monkeypatch):
         ),
     )
     top_k, top_p = rows_of(LARGE, KS, PS)
-    scores = made(5, (len(top_k), 2, LARGE), 1.0, 0.0, 0.0)
+    scores = made(5, (len(top_k), 2, LARGE), 1.0, 0.0, 0.0, apart=False)
     got = np.asarray(jax.jit(lambda *given: leading.truncate(*given))(scores, top_k, top_p))
     probable = np.sort(np.exp(scores), axis=-1)[..., ::-1]
     reached = probable[..., :CANDIDATES].sum(-1) >= top_p[:, None] * probable.sum(-1)
@@ -130,7 +140,7 @@ def test_only_rows_beyond_their_candidates_are_sorted(monkeypatch):
 
 def test_a_row_does_not_depend_on_whether_another_is_sorted():
     """Masses that only just reach top-p, where both ways round apart: company changes nothing."""
-    scores = made(3, (1, 1, LARGE), 4.0, 0.0, 0.0)
+    scores = made(3, (1, 1, LARGE), 4.0, 0.0, 0.0, apart=False)
     ordered = np.sort(np.exp(scores[0, 0]))[::-1]
     masses = (np.cumsum(ordered, dtype=np.float64) / ordered.sum(dtype=np.float64))[:8]
     close = masses.astype(np.float32)[:, None] * (1 + np.arange(-4, 5) * 2.0**-24)
@@ -192,5 +202,5 @@ def test_the_numbers_that_are_compiled(monkeypatch):
     top_p = np.array([1, 0.9, 1, 1, 0.1, 0.999, 1, 0.95], np.float32)
     run = jax.jit(lambda *given: leading.truncate(*given))
     for spread, step in ((1.0, 0.0), (3.0, 0.5), (0.0, 0.0)):
-        scores = made(1, (len(top_k), 1, 16500), spread, step, 0.02)
+        scores = made(1, (len(top_k), 1, 16500), spread, step, 0.02, apart=False)
         assert_truncates(run(scores, top_k, top_p), scores, top_k, top_p)
