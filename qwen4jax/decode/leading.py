@@ -99,7 +99,9 @@ def _edge_among_candidates(
     before = jnp.where(ahead, probability[..., None, :], 0.0).sum(axis=-1)
     in_top_k = (place < top_k[..., None]) | (top_k[..., None] <= 0)
     among = jnp.where(in_top_k, probability, 0.0).sum(axis=-1)
-    needed = top_p * jnp.where(top_k > 0, among, jnp.exp(scores).sum(axis=-1))
+    # by groups, and not at once, so that one pass over the ids gives their maxima too
+    masses = jax.lax.optimization_barrier(jnp.exp(_groups(scores)).sum(axis=-1))
+    needed = top_p * jnp.where(top_k > 0, among, masses.sum(axis=-1))
     # rounding must not drop the tail when top-p is off
     in_top_p = (before < needed[..., None]) | (top_p[..., None] >= 1)
     end = (in_top_k & in_top_p).sum(axis=-1, keepdims=True) - 1
