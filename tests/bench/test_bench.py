@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import acceptance, report
+from bench import acceptance, decode, report, roofline
 
 ROOT = Path(__file__).parents[2]
 FIELDS = (
@@ -68,6 +68,12 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     assert record["round_ms"] > 0
 
 
+def test_a_run_of_an_unknown_mode_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        decode.parse(["--run", "mode=beam"])
+    assert "'mode=beam' is not one of greedy, sampled, server" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,6 +106,17 @@ def test_the_drafted_vocabulary_and_the_mode_stand_in_the_report():
     # lines are older than modes
     assert report._mode({"mode": "server"}) == ["mode=server"]
     assert report._mode({"mode": "greedy"}) == report._mode({}) == []
+
+
+def test_rounds_of_other_modes_are_not_mixed_with_greedy_ones(monkeypatch, tmp_path: Path):
+    sizes = dict(config="x", batch=1, context=65536, draft=3, parts_ms={"a (verify)": 1.0})
+    lines = [sizes, sizes | {"mode": "greedy"}, sizes | {"mode": "server"}]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "decode.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    for module in (report, roofline):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert roofline.newest("a") == lines[1]
+    assert list(report.measured_runs("a").values()) == [lines[:2], lines[2:]]
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
