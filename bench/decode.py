@@ -10,6 +10,9 @@ counts), so its work is that of a real round. Rounds are queued one behind the o
 would; `round_ms` is the median over groups of rounds of wall time over rounds. Parts come from a
 profile of single rounds: kernel durations by `jax.named_scope`, without a command buffer. A run
 with `profile=0` has no parts, and the expected number of distinct experts in its floor.
+A greedy round writes no logits; a sampled one has a temperature of 1, top-k 20 and top-p 0.95 in
+every row, as the model card advises; `server` has the same rows in the one mode that the server
+compiles: every option, and the log-probabilities of the chosen id and of the `TOP` best.
 One JSON line per run goes to `bench/results/<device>/decode.jsonl`. Several runs share the weights
 and compile side by side; `bytes_peak` is the process's peak up to then, so name the small ones
 first.
@@ -56,6 +59,7 @@ from qwen4jax.decode.stopping import Controls, synthetic_accept
 from qwen4jax.layers.capture import Capture
 from qwen4jax.model import step
 from qwen4jax.params import Params
+from qwen4jax.serve.model import every_option
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,6 +88,16 @@ def main(argv: list[str] | None = None) -> None:
         write(measure(run, program, params), args.out)
 
 
+# alternatives that a server computes by default
+TOP = 5
+NAMES = dict(
+    kv=("bf16", "e4m3"),
+    index_share=("fresh", "share", "share_frozen"),
+    mode=("greedy", "sampled", "server"),
+)
+VARIED = ("batch", "context", "draft", "acceptance", *NAMES, "rounds", "profile")
+
+
 class Run:
     """One line of the results to be: what is fixed before anything is allocated."""
 
@@ -101,17 +115,26 @@ class Run:
         self.plan = plan_memory(self.config, **self.shapes)
 
     def controls(self) -> Controls:
-        """Greedy rows that never end."""
-        greedy = Sampling(temperature=0, max_new_tokens=1 << 30, ignore_eos=True)
-        batch = self.args.batch
-        rows = [Row(greedy, self.args.context)] * batch
-        return make_controls(rows, batch, self.config.vocab_size)
+        """Rows that never end."""
+        drawn: dict[str, Any] = dict(temperature=1.0, top_k=20, top_p=0.95)
+        if self.args.mode == "greedy":
+            drawn = dict(temperature=0)
+        sampling = Sampling(**drawn, max_new_tokens=1 << 30, ignore_eos=True)
+        batch, vocab = self.args.batch, self.config.vocab_size
+        rows = [Row(sampling, self.args.context)] * batch
+        like = every_option(vocab) if self.args.mode == "server" else None
+        return make_controls(rows, batch, vocab, like=like)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the bursts have beside tokens."""
+        return dict(logprobs=True, top=TOP) if self.args.mode == "server" else {}
 
     @property
     def name(self) -> str:
         """Unlike those of the other runs of a process; XLA's dump carries it."""
         a = self.args
-        return f"bench_round_b{a.batch}_c{a.context}_n{a.draft}_{a.kv}_{a.index_share}"
+        return f"bench_round_b{a.batch}_c{a.context}_n{a.draft}_{a.kv}_{a.index_share}_{a.mode}"
 
 
 def compile_round(run: Run, params: Params) -> tuple[Any, float]:
@@ -124,7 +147,7 @@ def compile_round(run: Run, params: Params) -> tuple[Any, float]:
             run.args.acceptance, 0, number, jnp.arange(batch, dtype=jnp.int32), drafts
         )
         state, controls, active, burst = speculative_round(
-            params, state, controls, active, accepted
+            params, state, controls, active, accepted, **run.asked
         )
         *carry, words = to_host((state, controls, active, number + 1, burst))
         return tuple(carry), words
@@ -140,7 +163,7 @@ def compile_round(run: Run, params: Params) -> tuple[Any, float]:
             run.controls(),
             active,
             jax.ShapeDtypeStruct((), jnp.int32),
-            empty(batch, drafts),
+            empty(batch, drafts, **run.asked),
         )
         .compile()
     )
@@ -158,7 +181,8 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     choices = batch * (drafts + 1) * config.num_experts_per_tok
     expected = expected_distinct(choices, config.num_experts)
     distinct = distinct_experts(params, state, drafts) if args.profile else None
-    carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0), empty(batch, drafts))
+    room = empty(batch, drafts, **run.asked)
+    carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0), room)
     del state
     call = lambda c: compiled(params, *c)  # noqa: E731
     # the first rounds build the graph
@@ -200,6 +224,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         "batch": batch,
         "context": args.context,
         "draft": drafts,
+        "mode": args.mode,
         "acceptance": args.acceptance,
         "tokens_per_round": round(tokens, 3),
         "round_ms": round(round_ms, 3),
@@ -299,14 +324,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=STAND_IN_ROWS,
         help="of each of 16 n-gram heads, 160 bytes each; of flash_next",
     )
-    parser.add_argument("--kv", choices=("bf16", "e4m3"), default="bf16")
+    parser.add_argument("--kv", choices=NAMES["kv"], default="bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--draft", type=int, default=3, help="drafts per round, 0 to 7")
     parser.add_argument("--acceptance", type=float, help="mean tokens per round, bonus included")
-    parser.add_argument(
-        "--index-share", choices=("fresh", "share", "share_frozen"), default="share"
-    )
+    parser.add_argument("--index-share", choices=NAMES["index_share"], default="share")
+    parser.add_argument("--mode", choices=NAMES["mode"], default="greedy", help="of sampling")
     parser.add_argument("--rounds", type=int, default=200, help=f"at least, in groups of {GROUP}")
     parser.add_argument(
         "--profile",
@@ -333,12 +357,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--draft-vocab: {args.draft_vocab} is not over 0")
     for given in args.run:
         for part in given.split(","):
-            if part.partition("=")[0] not in VARIED or "=" not in part:
+            name, equals, value = part.partition("=")
+            if name not in VARIED or not equals:
                 parser.error(f"--run: {part!r} is not NAME=VALUE with one of {', '.join(VARIED)}")
+            if value not in NAMES.get(name, (value,)):
+                parser.error(f"--run: {part!r} is not one of {', '.join(NAMES[name])}")
     return args
-
-
-VARIED = ("batch", "context", "draft", "acceptance", "kv", "index_share", "rounds", "profile")
 
 
 def scenarios(args: argparse.Namespace) -> list[argparse.Namespace]:
@@ -348,7 +372,7 @@ def scenarios(args: argparse.Namespace) -> list[argparse.Namespace]:
         one = copy.copy(args)
         for name, value in (part.split("=") for part in given.split(",") if part):
             number = float if name == "acceptance" else int
-            setattr(one, name, value if name in ("kv", "index_share") else number(value))
+            setattr(one, name, value if name in NAMES else number(value))
         if one.acceptance is None:
             one.acceptance = 3.23 if one.draft == 3 else 1 + 0.74 * one.draft
         runs.append(one)

@@ -50,6 +50,12 @@ def _stored(config: str) -> str:
     return " ".join(part for part in config.split() if part.startswith(told))
 
 
+def _mode(record: dict) -> list[str]:
+    """How a line's rounds sampled, if not greedily as those of lines that are older than modes."""
+    mode = record.get("mode", "greedy")
+    return [] if mode == "greedy" else [f"mode={mode}"]
+
+
 def rounds(device: str) -> str:
     """Every line of `decode.jsonl` in Markdown."""
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
@@ -58,18 +64,18 @@ def rounds(device: str) -> str:
     for record in map(json.loads, lines):
         # a run without a profile knows no number of kernels
         values = ("" if record[key] is None else str(record[key]) for key, _ in COLUMNS)
-        cells = [*values, _stored(record["config"])]
+        cells = [*values, " ".join([_stored(record["config"]), *_mode(record)])]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
 def measured_runs(device: str) -> dict[tuple, list[dict]]:
-    """(config, batch, context, drafts) -> lines whose parts are resolved, oldest first."""
+    """(config, batch, context, drafts, mode) -> lines with parts resolved, oldest first."""
     found: dict[tuple, list[dict]] = {}
     for record in map(json.loads, (RESULTS / device / "decode.jsonl").read_text().splitlines()):
         if record["parts_ms"]:
-            key = tuple(record[name] for name in ("config", "batch", "context", "draft"))
-            found.setdefault(key, []).append(record)
+            sizes = tuple(record[name] for name in ("config", "batch", "context", "draft"))
+            found.setdefault((*sizes, *_mode(record)), []).append(record)
     return found
 
 
@@ -107,12 +113,14 @@ def main() -> None:
     print(table(record))
     print("\n![roofline](roofline.png)")
     for lines in measured_runs(device).values():
+        last = lines[-1]
+        title = ", ".join([f"Batch {last['batch']}", f"N = {last['draft']}", *_mode(last)])
         if len(lines) > 1:
-            print(f"\n### Batch {lines[-1]['batch']}, N = {lines[-1]['draft']}: progress\n")
+            print(f"\n### {title}: progress\n")
             print(progress(lines))
-        if lines[-1] != record:
-            print(f"\n### Batch {lines[-1]['batch']}, N = {lines[-1]['draft']}\n")
-            print(table(lines[-1]))
+        if last != record:
+            print(f"\n### {title}\n")
+            print(table(last))
     if kernels := kernel_table.section(device):
         print(f"\n## Kernels\n\n{kernels}\n\n![kernels](kernels.png)")
     if (RESULTS / device / "tuning.jsonl").exists():

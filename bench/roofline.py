@@ -86,13 +86,16 @@ def picture(record: dict, file: Path) -> None:
 
 
 def newest(device: str, batch: int = 1, context: int = 65536, draft: int = 3) -> dict:
-    """The last result line of a device, for these sizes, whose parts are resolved."""
+    """The last result line of a device, for greedy rounds of these sizes, with parts resolved."""
     sizes = dict(batch=batch, context=context, draft=draft)
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
     measured = [
         r
         for r in map(json.loads, lines)
-        if r["parts_ms"] and all(r[name] == n for name, n in sizes.items())
+        # lines are older than modes
+        if r["parts_ms"]
+        and r.get("mode", "greedy") == "greedy"
+        and all(r[name] == n for name, n in sizes.items())
     ]
     if not measured:
         raise SystemExit(

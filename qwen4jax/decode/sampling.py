@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from qwen4jax.decode.leading import best, truncate
 from qwen4jax.decode.stopping import Controls
 
 # within these bounds no float32 step below gives NaN; the options stay within them too
@@ -73,8 +74,8 @@ def sample(
     total = jax.nn.logsumexp(raw, axis=-1)
     if not top:
         return Sampled(ids, chosen - total, finite)
-    best, best_ids = jax.lax.top_k(raw, top)
-    return Sampled(ids, chosen - total, finite, best_ids, best - total[..., None])
+    leaders, top_ids = best(raw, top)
+    return Sampled(ids, chosen - total, finite, top_ids, leaders - total[..., None])
 
 
 def takes_the_largest(controls: Controls) -> bool:
@@ -127,29 +128,10 @@ def _perturb(
     if controls.min_p is not None:
         scores = jnp.where(scores >= jnp.log(controls.min_p)[:, None, None], scores, -jnp.inf)
     if controls.top_k is not None:
-        scores = _truncate(scores, controls.top_k, controls.top_p)
+        scores = truncate(scores, controls.top_k, controls.top_p)
     noise = jax.vmap(jax.vmap(_gumbel, (None, None, 0, None)), (0, 0, 0, None))
     drawn = scores + noise(controls.seed, controls.sample, positions, logits.shape[-1])
     return jnp.where(greedy, logits, drawn)
-
-
-def _truncate(
-    scores: Float[Array, "B T V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> Float[Array, "B T V"]:
-    """Masks all but the leading ids, by score and then the lower id; the largest score is 0."""
-    ordered = -jnp.sort(-scores, axis=-1)
-    limit = jnp.where(top_k > 0, top_k, scores.shape[-1])[:, None, None]
-    in_top_k = jnp.arange(scores.shape[-1]) < limit
-    mass = jnp.cumsum(jnp.where(in_top_k, jnp.exp(ordered), 0.0), axis=-1)
-    before = jnp.pad(mass[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    share = top_p[:, None, None]
-    # rounding must not drop the tail when top-p is off
-    in_top_p = (before < share * mass[..., -1:]) | (share >= 1)
-    kept = (in_top_k & in_top_p).sum(axis=-1, keepdims=True)
-    edge = jnp.take_along_axis(ordered, kept - 1, axis=-1)
-    above, ties = scores > edge, scores == edge
-    room = kept - above.sum(axis=-1, keepdims=True)
-    return jnp.where(above | (ties & (jnp.cumsum(ties, axis=-1) <= room)), scores, -jnp.inf)
 
 
 def _gumbel(

@@ -64,19 +64,24 @@ class Served:
 
         A row's tokens then come from the same program whatever its company asks for.
         """
-        every = Sampling(
-            temperature=0.9,
-            top_k=1,
-            top_p=0.9,
-            min_p=0.1,
-            repetition_penalty=1.1,
-            presence_penalty=0.1,
-            frequency_penalty=0.1,
-            logit_bias={0: 1.0},
-            min_new_tokens=1,
-        )
-        row = make_controls([Row(every, 1, (0,))], 1, self.params.config.vocab_size)
-        return dataclasses.replace(row, stop_ids=jnp.full((1, STOP_IDS), -1, jnp.int32))
+        return every_option(self.params.config.vocab_size)
+
+
+def every_option(vocab_size: int) -> Controls:
+    """The controls of one slot in the mode that has every option."""
+    every = Sampling(
+        temperature=0.9,
+        top_k=1,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={0: 1.0},
+        min_new_tokens=1,
+    )
+    row = make_controls([Row(every, 1, (0,))], 1, vocab_size)
+    return dataclasses.replace(row, stop_ids=jnp.full((1, STOP_IDS), -1, jnp.int32))
 
 
 def load_served(options: Options, progress: Progress) -> Served:

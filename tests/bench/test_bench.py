@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import acceptance, report
+from bench import acceptance, decode, report, roofline
 
 ROOT = Path(__file__).parents[2]
 FIELDS = (
-    "config devices batch context draft acceptance round_ms verify_ms draft_ms commit_ms host_ms "
-    "tokens_per_s_per_user tokens_per_s floor_ms floor_fraction kernels graph_segments "
+    "config devices batch context draft mode acceptance round_ms verify_ms draft_ms commit_ms "
+    "host_ms tokens_per_s_per_user tokens_per_s floor_ms floor_fraction kernels graph_segments "
     "bytes_weights bytes_state bytes_table bytes_peak device commit"
 ).split()
 
@@ -55,6 +55,7 @@ def test_byte_budget_is_that_of_the_design():
 def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     run(
         *"bench.decode --config tiny --batch 2 --context 100 --rounds 20 --profile 0".split(),
+        "--run=mode=server",
         "--out",
         str(tmp_path),
     )
@@ -62,10 +63,17 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     record = json.loads(line)
     assert set(FIELDS) <= set(record)
     assert record["device"] == "cpu"
+    assert record["mode"] == "server"
     assert 3 <= record["tokens_per_round"] <= 4
     assert record["round_ms"] > 0
     # whole groups of 12, no fewer rounds than asked
     assert record["rounds"] == 24
+
+
+def test_a_run_of_an_unknown_mode_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        decode.parse(["--run", "mode=beam"])
+    assert "'mode=beam' is not one of greedy, sampled, server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -96,8 +104,22 @@ def test_some_options_are_of_the_released_geometry(option: str):
     assert "--draft-weights, --draft-vocab, --table-rows: are of flash_next" in done.stderr
 
 
-def test_the_drafted_vocabulary_stands_in_the_report():
+def test_the_drafted_vocabulary_and_the_mode_stand_in_the_report():
     assert report._stored("x layers=4 kv=bf16 draft_vocab=9") == "kv=bf16 draft_vocab=9"
+    # lines are older than modes
+    assert report._mode({"mode": "server"}) == ["mode=server"]
+    assert report._mode({"mode": "greedy"}) == report._mode({}) == []
+
+
+def test_rounds_of_other_modes_are_not_mixed_with_greedy_ones(monkeypatch, tmp_path: Path):
+    sizes = dict(config="x", batch=1, context=65536, draft=3, parts_ms={"a (verify)": 1.0})
+    lines = [sizes, sizes | {"mode": "greedy"}, sizes | {"mode": "server"}]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "decode.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    for module in (report, roofline):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert roofline.newest("a") == lines[1]
+    assert list(report.measured_runs("a").values()) == [lines[:2], lines[2:]]
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():

@@ -1,8 +1,9 @@
 """Compiles the speculative round for an H200 on a machine without one and describes the program.
 
-Run in a process of its own: `python compile_round.py TARGET INDEX_SHARE`, with XLA_FLAGS dumping to
-DUMP_DIR. Prints one JSON object. The target description was dumped by XLA on an H200
-(`--xla_dump_to` writes it as `*gpu_target_config.pbtxt`).
+Run in a process of its own: `python compile_round.py TARGET INDEX_SHARE MODE`, with XLA_FLAGS
+dumping to DUMP_DIR; the mode is `greedy` or `server`. Prints one JSON object. The target
+description was dumped by XLA on an H200 (`--xla_dump_to` writes it as
+`*gpu_target_config.pbtxt`).
 """
 
 import collections
@@ -12,6 +13,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +26,12 @@ from qwen4jax.decode.round import next_round
 from qwen4jax.decode.stopping import Controls
 from qwen4jax.pallas import registry
 from qwen4jax.params import declare
+from qwen4jax.serve.model import every_option
 from qwen4jax.state import abstract_state
 from qwen4jax.weights.arrange import tiled
 
 
-def main(target: str, index_share: str) -> None:
+def main(target: str, index_share: str, mode: str) -> None:
     topology = topologies.get_topology_desc(
         "h200", platform="cuda", target_config=Path(target).read_text(), topology="1x1x1"
     )
@@ -39,7 +42,8 @@ def main(target: str, index_share: str) -> None:
         num_hidden_layers=4,
         layer_types=(LINEAR, LINEAR, LINEAR, SPARSE),
         num_experts=64,
-        vocab_size=8192,
+        # in the server's mode more than the candidates' groups hold
+        vocab_size=8192 if mode == "greedy" else 20480,
         eos_token_id=0,
         ngram_vocab_size_base=10_000,
         quantization=Quantization(experts="nvfp4", ngram_embedding="fp8"),
@@ -49,13 +53,15 @@ def main(target: str, index_share: str) -> None:
     # in the order that `load` gives the experts on a GPU
     params = jax.tree.map(place, jax.eval_shape(tiled, jax.tree.map(place, declare(config))))
     state = jax.tree.map(place, abstract_state(config, slots=1, max_length=16384, drafts=3))
-    controls = Controls(
-        max_length=place(jnp.zeros(1, jnp.int32)), stop_ids=place(jnp.zeros((1, 4), jnp.int32))
-    )
+    controls = Controls(max_length=jnp.zeros(1, jnp.int32), stop_ids=jnp.zeros((1, 4), jnp.int32))
+    asked: dict[str, Any] = {}
+    if mode == "server":
+        controls, asked = every_option(config.vocab_size), dict(logprobs=True, top=5)
+    controls = jax.tree.map(place, controls)
     active = place(jnp.zeros(1, bool))
-    room = jax.tree.map(place, empty(1, 3))
+    room = jax.tree.map(place, empty(1, 3, **asked))
     with registry.using(device="NVIDIA H200"):
-        compiled = next_round.lower(params, state, controls, active, room).compile()
+        compiled = next_round.lower(params, state, controls, active, room, **asked).compile()
     hlo = compiled.as_text() or ""
     entry = hlo[hlo.index("\nENTRY") :]
     copies = [_size(m) for m in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", entry)]
@@ -74,7 +80,10 @@ def main(target: str, index_share: str) -> None:
                 # what stands at the left margin runs outside of a graph
                 "outside": re.findall(r"^\d+: (?!kCommandBuffer)(k\w+)", plan, re.MULTILINE),
                 "largest_copy": max(copies, default=0),
-                "sorts": len(re.findall(r"\ssort\(", hlo)),
+                # launches of those in every round, and of those in a branch of it
+                "sorts": len(re.findall(r"^    \d+: .*\] sort_", plan, re.MULTILINE)),
+                "sorts_in_a_branch": len(re.findall(r"^     +\d+: .*\] sort_", plan, re.MULTILINE)),
+                "conditionals": thunks["kConditional"],
                 "selections": len(re.findall(r"\] index_topk_", plan)),
                 "layers": config.num_hidden_layers,
                 "experts": len(re.findall(r"\] experts_down_nvfp4_", plan)),

@@ -16,10 +16,13 @@ HERE = Path(__file__).parent
 SMALLEST_WEIGHT = 48 * 2560
 
 
-def compile_round(index_share: str, dump: Path) -> dict:
+def compile_round(index_share: str, mode: str, dump: Path) -> dict:
     flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*next_round.*"
     done = subprocess.run(
-        [sys.executable, str(HERE / "compile_round.py"), str(HERE / "h200.txtpb"), index_share],
+        [
+            *(sys.executable, str(HERE / "compile_round.py"), str(HERE / "h200.txtpb")),
+            *(index_share, mode),
+        ],
         env=os.environ
         | {
             "JAX_PLATFORMS": "cpu",
@@ -35,14 +38,16 @@ def compile_round(index_share: str, dump: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# (largest copy allowed, selections): where every draft step scores, XLA copies the draft head's
-# index keys once; one sparse layer selects, and the draft head once or in each of 3 steps (SPC-07)
+# (largest copy allowed, scorings): where every draft step scores, XLA copies the draft head's index
+# keys once; one sparse layer scores, and the draft head once or in each of 3 steps (SPC-07)
 @pytest.mark.parametrize(
-    ("index_share", "largest_copy", "selections"),
-    [("share", SMALLEST_WEIGHT - 1, 2), ("fresh", 524288, 4)],
+    ("index_share", "mode", "largest_copy", "scorings"),
+    [("share", "greedy", SMALLEST_WEIGHT - 1, 2), ("fresh", "server", 524288, 4)],
 )
-def test_round_program(index_share: str, largest_copy: int, selections: int, tmp_path: Path):
-    found = compile_round(index_share, tmp_path)
+def test_round_program(
+    index_share: str, mode: str, largest_copy: int, scorings: int, tmp_path: Path
+):
+    found = compile_round(index_share, mode, tmp_path)
     # one graph, nothing beside it
     assert found["command_buffers"] == 1
     # the burst's copy to the host, and what is left of the slots' numbers
@@ -53,7 +58,14 @@ def test_round_program(index_share: str, largest_copy: int, selections: int, tmp
     # every state buffer is updated in place, no weight is copied
     assert found["aliased_bytes"] >= found["state_bytes"]
     assert found["largest_copy"] <= largest_copy
-    # shared steps neither score nor select, and nothing is sorted
-    assert found["scorings"] == selections
-    assert found["selections"] == selections
-    assert found["sorts"] == 0
+    # shared steps neither score nor select
+    assert found["scorings"] == scorings
+    if mode == "greedy":
+        assert found["selections"] == scorings
+        assert found["sorts"] == found["sorts_in_a_branch"] == found["conditionals"] == 0
+    else:
+        # of groups and of their members, and of groups for the log-probabilities
+        assert found["selections"] == scorings + 3
+        # the numbers of the groups, and the vocabulary where a row needs more than candidates
+        assert found["sorts"] == found["conditionals"] == 1
+        assert found["sorts_in_a_branch"] > 1

@@ -99,6 +99,9 @@ CASES = (
     _case("long_rows_of_ties", [[79999, 66000]], 20001, 512, scores=_quantised, best=True),
     _case("longest_rows_in_a_run", [[159999, 70002]], 40001, 512, scores=_in_a_run, best=True),
     _case("longest_rows_of_ties", [[159999, 66000]], 40001, 512, scores=_quantised, best=True),
+    # ids: single blocks, and few of many
+    _case("vocabulary_groups", [[7759]], 7760, 512, ratio=1, scores=_quantised),
+    _case("vocabulary_few_groups", [[7759]], 7760, 5, ratio=1, scores=_quantised),
     # more than a tile of Mosaic's, and the last one overlaps
     _case("width_5120", [[20479, 256, -1]], 5120, 64, scores=_many_zeros),
     _case("width_16512", [[66047]], 16512, 512, scores=_quantised),
@@ -163,6 +166,16 @@ CASES = (
             device_only=True,
         )
         for rows, blocks in ((8, 16384), (32, 16384), (32, 14336))
+    ),
+    *(
+        _case(
+            f"released_{name}", np.full((1, 4), width - 1), width, blocks, ratio=1, device_only=True
+        )
+        for name, width, blocks in (
+            ("vocabulary_groups", 7760, 512),
+            ("vocabulary_few_groups", 7760, 5),
+            ("vocabulary_members", 16384, 512),
+        )
     ),
     _case("released_chunk", np.arange(512)[None] + 65024, 16384, 512, device_only=True),
     *(
