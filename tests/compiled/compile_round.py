@@ -1,8 +1,7 @@
-"""Compiles the speculative round for an H200 on a machine without one and describes the program.
+"""Compiles the speculative round for a GPU that is not there and describes the program.
 
-Run in a process of its own: `python compile_round.py TARGET INDEX_SHARE`, with XLA_FLAGS dumping to
-DUMP_DIR. Prints one JSON object. The target description was dumped by XLA on an H200
-(`--xla_dump_to` writes it as `*gpu_target_config.pbtxt`).
+Run in a process of its own: `python compile_round.py KIND INDEX_SHARE`, with KIND of
+`targets.TARGETS` and XLA_FLAGS dumping to DUMP_DIR. Prints one JSON object.
 """
 
 import collections
@@ -26,11 +25,12 @@ from qwen4jax.pallas import registry
 from qwen4jax.params import declare
 from qwen4jax.state import abstract_state
 from qwen4jax.weights.arrange import tiled
+from tests.compiled.targets import TARGETS
 
 
-def main(target: str, index_share: str) -> None:
+def main(kind: str, index_share: str) -> None:
     topology = topologies.get_topology_desc(
-        "h200", platform="cuda", target_config=Path(target).read_text(), topology="1x1x1"
+        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     here = jax.sharding.NamedSharding(mesh, jax.P())
@@ -54,10 +54,12 @@ def main(target: str, index_share: str) -> None:
     )
     active = place(jnp.zeros(1, bool))
     room = jax.tree.map(place, empty(1, 3))
-    with registry.using(device="NVIDIA H200"):
+    with registry.using(device=kind):
         compiled = next_round.lower(params, state, controls, active, room).compile()
     hlo = compiled.as_text() or ""
     entry = hlo[hlo.index("\nENTRY") :]
+    # (scope, name) of each kernel
+    triton = re.findall(r'gpu\.triton".*op_name="([^"]*)".*\bname = "([^"]*)"', hlo)
     copies = [_size(m) for m in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", entry)]
     plans = list(
         Path(os.environ["DUMP_DIR"]).glob("*next_round*thunk_sequence_after_thunk_passes.txt")
@@ -71,11 +73,14 @@ def main(target: str, index_share: str) -> None:
             {
                 "command_buffers": thunks["kCommandBuffer"],
                 "kernels": thunks["kCustomKernel"],
+                "xla_kernels": thunks["kCustomKernel"] - len(triton),
                 # what stands at the left margin runs outside of a graph
                 "outside": re.findall(r"^\d+: (?!kCommandBuffer)(k\w+)", plan, re.MULTILINE),
                 "largest_copy": max(copies, default=0),
                 "sorts": len(re.findall(r"\ssort\(", hlo)),
                 "selections": len(re.findall(r"\] index_topk_", plan)),
+                "layer_types": config.layer_types,
+                "triton": triton,
                 "layers": config.num_hidden_layers,
                 "experts": len(re.findall(r"\] experts_down_nvfp4_", plan)),
                 "scorings": len(re.findall(r"\] index_score_", plan)),
