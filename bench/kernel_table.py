@@ -2,8 +2,9 @@
 
     python -m bench.kernel_table --device nvidia-h200
 
-Of `kernels.jsonl` the newest line of each operation, case and implementation counts. A row shows
-the fastest implementation, the XLA reference beside it, and the best public kernel of its run.
+A row shows what runs by default for its number of rows, as last measured. Only a line of the same
+run, which is a commit on a device, is compared with it: XLA's or a public kernel's time of another
+run stands there with its commit, and says nothing about which is faster.
 """
 
 import argparse
@@ -12,53 +13,87 @@ from pathlib import Path
 
 from bench.operations import operations
 from bench.record import RESULTS
+from qwen4jax.pallas import registry
 
-_TITLES = "case rows MB us share-of-copy implementation XLA public public-kernel faster".split()
+_TITLES = (
+    *("case", "rows", "MB", "us", "share of copy", "implementation", "commit", "XLA", "public"),
+    *("public kernel", "faster", "faster when named"),
+)
 
 
-def newest(device: str) -> dict[tuple[str, str, str], dict]:
-    """(operation, case, implementation) -> line; empty where nothing was measured."""
+def measured(device: str) -> list[dict]:
+    """All lines, oldest first; empty where nothing was measured."""
     file = RESULTS / device / "kernels.jsonl"
-    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-    return {(line["op"], line["case"], line["implementation"]): line for line in lines}
+    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
 
 
-def ranked(lines: dict[tuple[str, str, str], dict]) -> dict[str, list[dict]]:
-    """Operation -> rows in the order of its cases: the fastest line, with `xla_us` added."""
+def ranked(lines: list[dict]) -> dict[str, list[dict]]:
+    """Operation -> rows in the order of its cases, each the line of what runs by default.
+
+    Beside what a line has: `default` (False where the default was never timed, and the fastest
+    stands for it), `xla` and `public` (the newest lines that have one), `faster` (how many times,
+    by the same run's public kernel or XLA), `named` (lines of the same run that were faster).
+    """
     known = operations()
     order = {
         name: [case.name for case in operation.cases if case.device_only]
         for name, operation in known.items()
     }
     # what is gone is history
-    lines = {
-        key: line
-        for key, line in lines.items()
-        if key[0] not in known or key[2] in known[key[0]].implementations
-    }
+    lines = [
+        line
+        for line in lines
+        if line["op"] not in known or line["implementation"] in known[line["op"]].implementations
+    ]
     found: dict[str, list[dict]] = {}
-    for op in dict.fromkeys(key[0] for key in lines):
-        cases = dict.fromkeys(key[1] for key in lines if key[0] == op)
+    for op in dict.fromkeys(line["op"] for line in lines):
+        cases = dict.fromkeys(line["case"] for line in lines if line["op"] == op)
         # of an operation with cases, the small ones are for tests
         kept = [case for case in order[op] if case in cases] if op in order else list(cases)
         for case in kept:
-            own = {key[2]: line for key, line in lines.items() if key[:2] == (op, case)}
-            fastest = min(own.values(), key=lambda line: line["us"])
-            reference = own.get("reference")
-            row = fastest | {"xla_us": reference["us"] if reference else None}
-            peers = [line for line in own.values() if line["peer_us"]]
-            if peers:
-                row |= {name: peers[-1][name] for name in ("peer", "peer_us")}
-            found.setdefault(op, []).append(row)
+            own = [line for line in lines if (line["op"], line["case"]) == (op, case)]
+            found.setdefault(op, []).append(_row(own))
     return found
+
+
+def _row(lines: list[dict]) -> dict:
+    """One row of `ranked` from all lines of a case, oldest first."""
+    preferred = _preferred(lines[-1])
+    by_name = {line["implementation"]: line for line in lines}
+    name = next((name for name in preferred if name in by_name), None)
+    row = by_name[name] if name else min(by_name.values(), key=lambda line: line["us"])
+    same = {line["implementation"]: line for line in lines if line["commit"] == row["commit"]}
+    xla = same.get("reference") or by_name.get("reference")
+    public = next((line for line in (*same.values(), *reversed(lines)) if line["peer_us"]), None)
+    if row["implementation"] == "reference":
+        xla = None
+    fair = [
+        line[us]
+        for line, us in ((public, "peer_us"), (xla, "us"))
+        if line and line["commit"] == row["commit"]
+    ]
+    named = [line for line in same.values() if line["us"] < row["us"]]
+    return row | {
+        "default": row["implementation"] in (preferred[0], "default"),
+        "xla": xla,
+        "public": public,
+        "faster": fair[0] / row["us"] if fair else None,
+        "named": sorted(named, key=lambda line: line["us"]),
+    }
+
+
+def _preferred(line: dict) -> list[str]:
+    """What is tried on the line's device for its number of rows, best first."""
+    operation = registry.operations().get(line["op"])
+    names = operation.order(line["device"], line["rows"]) if operation else []
+    return [*names, registry.REFERENCE]
 
 
 def table(rows: list[dict]) -> str:
     """One operation in Markdown."""
-    head = [title.replace("-", " ") for title in _TITLES]
-    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    text = ["| " + " | ".join(_TITLES) + " |", "|---" * len(_TITLES) + "|"]
     for row in rows:
-        other = row["peer_us"] or row["xla_us"]
+        xla, public = row["xla"], row["public"]
         cells = [
             row["case"],
             str(row["rows"]),
@@ -66,35 +101,45 @@ def table(rows: list[dict]) -> str:
             # where the host is as slow, the device may be faster
             f"**{'≤ ' if row.get('host_us', 0) > 0.85 * row['us'] else ''}{row['us']:.2f}**",
             f"{row['bandwidth_fraction']:.0%}",
-            row["implementation"],
-            f"{row['xla_us']:.2f}" if row["xla_us"] else "",
-            f"{row['peer_us']:.2f}" if row["peer_us"] else "",
-            row["peer"] or "",
-            f"{other / row['us']:.1f}x" if other else "",
+            row["implementation"] + ("" if row["default"] else " (not the default)"),
+            row["commit"],
+            _other(row, xla, "us"),
+            _other(row, public, "peer_us"),
+            public["peer"] if public else "",
+            f"{row['faster']:.1f}x" if row["faster"] else "",
+            ", ".join(f"{line['implementation']} {line['us']:.2f}" for line in row["named"]),
         ]
         text.append("| " + " | ".join(cells) + " |")
     return "\n".join(text)
 
 
+def _other(row: dict, line: dict | None, name: str) -> str:
+    """A time that stands beside a row's, with its commit if that is another."""
+    if line is None:
+        return ""
+    return f"{line[name]:.2f}" + ("" if line["commit"] == row["commit"] else f" ({line['commit']})")
+
+
 def section(device: str) -> str:
     """All operations in Markdown; empty where nothing was measured."""
-    found = ranked(newest(device))
+    found = ranked(measured(device))
     if not found:
         return ""
     text = [
-        "Median microseconds of a call in a CUDA graph of many, weights cold; `share of copy` is "
-        "of a large copy's bandwidth in the same process; `faster` against the public kernel, or "
-        "against XLA where there is none; `≤` where the host was as slow as the device. Method in "
+        "Median microseconds of a call in a CUDA graph of many, weights cold, of what runs by "
+        "default for so many rows; `share of copy` is of a large copy's bandwidth in the same "
+        "process; `≤` where the host was as slow as the device. `faster` is against the public "
+        "kernel, or against XLA where there is none, of the same commit and device alone: times of "
+        "another run have their commit in brackets and are compared with nothing. `faster when "
+        "named` has the other implementations that took less in the same run. Method in "
         "`bench/kernels.py` and `bench/timing.py`."
     ]
-    for op, rows in found.items():
-        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-        text.append(f"### {op}\n\nCommit {commits}.\n\n{table(rows)}")
+    text += [f"### {op}\n\n{table(rows)}" for op, rows in found.items()]
     return "\n\n".join(text)
 
 
 def picture(found: dict[str, list[dict]], file: Path) -> None:
-    """Per row: our time, XLA's and the public kernel's, on a logarithmic axis."""
+    """Per row: our time, XLA's and the public kernel's if of the same run, logarithmically."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,12 +147,17 @@ def picture(found: dict[str, list[dict]], file: Path) -> None:
 
     rows = [(f"{op} {row['case']}", row) for op, own in found.items() for row in own][::-1]
     figure, axes = plt.subplots(figsize=(9, 0.2 * len(rows) + 1.2))
-    marks = (("us", "o", "ours"), ("xla_us", "|", "XLA"), ("peer_us", "x", "public"))
-    for name, mark, label in marks:
-        shown = [(row[name], place) for place, (_, row) in enumerate(rows) if row[name]]
+    marks = (("ours", "us", "o"), ("xla", "us", "|"), ("public", "peer_us", "x"))
+    for label, name, mark in marks:
+        lines = [(row, row if label == "ours" else row[label]) for _, row in rows]
+        shown = [
+            (line[name], place)
+            for place, (row, line) in enumerate(lines)
+            if line and line["commit"] == row["commit"]
+        ]
         if shown:
             us, places = zip(*shown, strict=True)
-            axes.plot(us, places, mark, label=label, markersize=5)
+            axes.plot(us, places, mark, label=label.replace("xla", "XLA"), markersize=5)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=6)
     axes.set_ylim(-0.8, len(rows) - 0.2)
     axes.set_xscale("log")
@@ -123,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="nvidia-h200", help="folder under bench/results")
     device = parser.parse_args(argv).device
-    found = ranked(newest(device))
+    found = ranked(measured(device))
     if not found:
         raise SystemExit(f"{RESULTS / device / 'kernels.jsonl'}: no lines")
     print(section(device))

@@ -6,7 +6,7 @@ python -m bench.report > bench/results/nvidia-h200/README.md
 import argparse
 import json
 
-from bench import kernel_table
+from bench import kernel_table, launches, throughput
 from bench.record import RESULTS
 from bench.roofline import newest, table
 
@@ -27,7 +27,20 @@ COLUMNS = (
     ("commit", "commit"),
 )
 
-
+ABOUT = (
+    "Made by `python -m bench.report` from `decode.jsonl`; method in `bench/decode.py`.\n\n"
+    "The rounds are of the released geometry with random weights, greedy, their acceptance given. "
+    "The n-gram table is a stand-in of 3.2 GB on the device (`bytes_table`); the released one has "
+    "51 GB, and no round with it was timed. How later draft steps select tokens stands in the last "
+    "column: most lines are of `share`, while a `Config` says `fresh` unless told otherwise.\n\n"
+    "The lines of `prefill.jsonl` are by a script of the same code as `bench.prefill`, at the "
+    "commits that they name; the command itself was not yet run on a device."
+)
+THROUGHPUT = (
+    "The newest line of each batch at 64k tokens of context, N = 3, beside what public engines "
+    "publish of the same model. No figure of another engine was measured here: hardware, formats, "
+    "text and acceptance differ, as the last column says."
+)
 TUNING = (
     "`tuning.jsonl` has what tiles were chosen by: runs of the kernels of their commit with other"
     " constants. Names of projections: m0 weights left, m1 tokens left; n outputs, k inputs, w "
@@ -45,8 +58,8 @@ TUNING = (
 
 
 def _stored(config: str) -> str:
-    """What of a line's configuration says how keys, values and draft head are stored."""
-    told = ("kv=", "draft_weights=", "draft_vocab=")
+    """What of a line's configuration says how drafts select and what is stored how."""
+    told = ("index_share=", "kv=", "draft_weights=", "draft_vocab=")
     return " ".join(part for part in config.split() if part.startswith(told))
 
 
@@ -59,7 +72,7 @@ def _mode(record: dict) -> list[str]:
 def rounds(device: str) -> str:
     """Every line of `decode.jsonl` in Markdown."""
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
-    titles = [*(title for _, title in COLUMNS), "stored"]
+    titles = [*(title for _, title in COLUMNS), "drafts' selection, stored"]
     rows = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for record in map(json.loads, lines):
         # a run without a profile knows no number of kernels
@@ -106,9 +119,14 @@ def main() -> None:
     device = parser.parse_args().device
     record = newest(device)
     print(f"# Measured on one {record['device']}\n")
-    print("Made by `python -m bench.report` from `decode.jsonl`; method in `bench/decode.py`.\n")
-    print("## Rounds\n")
+    print(ABOUT)
+    print("\n## Rounds\n")
     print(rounds(device))
+    print("\n## Throughput\n")
+    print(THROUGHPUT)
+    print(f"\n{throughput.table(device)}\n\n![throughput](throughput.png)")
+    if kernels := launches.section(device):
+        print(f"\n## Launches\n\n{kernels}")
     print("\n## Where the time goes\n")
     print(table(record))
     print("\n![roofline](roofline.png)")

@@ -2,7 +2,10 @@
 
 The axes are those of the declarations in `params.py` and `state.py`. With a tree of placements,
 `jax.device_put(params, shardings(params, mesh))` spreads the parameters, and every function of the
-package runs on them as it is: XLA partitions it.
+package runs on them as it is: the references run, and XLA partitions them. Kernels are not for
+parameters that are spread: XLA would gather each one's operands on every device at every call, so
+they refuse such operands (`pallas.registry`), and nothing on several GPUs was measured. To run the
+kernels, keep a model on one GPU.
 """
 
 import dataclasses

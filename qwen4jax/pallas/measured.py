@@ -2,7 +2,11 @@
 
 A row (most rows, names) holds for calls of up to that many rows; the names are tried in order, and
 the reference after them. Every entry follows from lines of `bench/results/<device>/kernels.jsonl`.
+A kind that nobody has measured, but that the kernels compile for, borrows the rows of one that was
+(`BORROWED`), until somebody runs `python -m bench.kernels --released` there.
 """
+
+import re
 
 Rows = tuple[tuple[int, tuple[str, ...]], ...]
 
@@ -13,9 +17,9 @@ _TRITON: Rows = ((ANY, ("triton",)),)
 # for more rows cuBLAS and XLA
 _FEW_TRITON: Rows = ((_DECODE, ("triton",)),)
 
-# pattern of the device kind -> operation -> rows
+# device kind, as JAX names it -> operation -> rows
 FASTEST: dict[str, dict[str, Rows]] = {
-    r"H200": {
+    "NVIDIA H200": {
         "skinny_matmul": _FEW_TRITON,
         "skinny_matmul.projections": _FEW_TRITON,
         "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")),),
@@ -37,3 +41,20 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "gated_delta.chunks": _TRITON,
     }
 }
+
+# pattern of kinds without rows of their own -> whose they take: data-center GPUs from Hopper on,
+# which have the H200's 227 KB of shared memory for a program; consumers' Blackwell GPUs have 99
+BORROWED = {r"H100|H200|B[23]00": "NVIDIA H200"}
+
+
+def source(device: str) -> str | None:
+    """The kind of device whose measurements decide on this one: its own, another's, or none."""
+    if device in FASTEST:
+        return device
+    return next((kind for names, kind in BORROWED.items() if re.search(names, device)), None)
+
+
+def rows_of(device: str, operation: str) -> Rows:
+    """What is preferred for an operation on a kind of device; empty where nothing is known."""
+    kind = source(device)
+    return FASTEST[kind].get(operation, ()) if kind else ()

@@ -7,24 +7,30 @@
     print(registry.explain())
 
 The order of choice: the implementation named in the call, the one named by `using`, the fastest
-that was measured on this kind of device (`measured.py`), the reference. An implementation named for
-an operation runs or raises; the others are skipped where they do not apply. What is chosen is part
-of what a jitted function is compiled for.
+that was measured on this kind of device or on the one that stands in for it (`measured.py`), the
+reference. An implementation named for an operation runs or raises; the others are skipped where
+they do not apply. What is chosen is part of what a jitted function is compiled for.
+
+A kernel is for one device. XLA, which partitions references among the devices of a mesh, would
+gather a kernel's operands whole at every call; so a kernel refuses operands that lie on several,
+and the reference runs. Inside `jax.shard_map` operands are a device's own, and kernels run.
 """
 
 import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from qwen4jax import pallas
-from qwen4jax.pallas.measured import ANY, FASTEST
+from qwen4jax.pallas import measured
 
 REFERENCE = "reference"
 
@@ -123,19 +129,32 @@ class Operation(Mapping[str, Callable[..., Any]]):
         return self[REFERENCE]
 
     def order(self, device: str, rows: int) -> list[str]:
-        """Implementations measured fastest for `rows` rows on a kind of device, best first."""
-        for pattern, table in FASTEST.items():
-            if re.search(pattern, device):
-                for most_rows, names in table.get(self.name, ()):
-                    if rows <= most_rows:
-                        return list(names)
+        """Implementations preferred for `rows` rows on a kind of device, best first."""
+        for most_rows, names in measured.rows_of(device, self.name):
+            if rows <= most_rows:
+                return list(names)
         return []
 
     def _refusal(self, name: str, args: Any, kwargs: Any) -> str | None:
         entry = self[name]
         if not isinstance(entry, Kernel):
             return None
-        return entry.missing(device_kind()) or entry.refuses(*args, **kwargs)
+        return (
+            entry.missing(device_kind()) or _spread(args, kwargs) or entry.refuses(*args, **kwargs)
+        )
+
+
+def _spread(args: Any, kwargs: Any) -> str | None:
+    """What keeps a kernel from operands on several devices among which XLA would partition it."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        placement = getattr(getattr(leaf, "aval", None), "sharding", None)
+        if placement is None:
+            continue
+        axes = zip(placement.mesh.axis_sizes, placement.mesh.axis_types, strict=True)
+        devices = math.prod(size for size, kind in axes if kind != AxisType.Manual)
+        if devices > 1:
+            return f"is for one device, and an operand lies on a mesh of {devices}"
+    return None
 
 
 def device_kind() -> str:
@@ -196,6 +215,8 @@ def explain() -> str:
     """A line for each implementation of each operation: whether it runs here, and when."""
     device = device_kind()
     lines = [f"device: {device}"]
+    if note := unmeasured():
+        lines.append(f"note: {note}")
     for operation in operations().values():
         lines.append(f"{operation.name}:")
         for name, entry in operation.items():
@@ -204,23 +225,33 @@ def explain() -> str:
     return "\n".join(lines)
 
 
+def unmeasured() -> str | None:
+    """In words, where no kernel was checked and timed on this kind of GPU: what runs instead."""
+    device = device_kind()
+    source = measured.source(device)
+    if "NVIDIA" not in device or source == device:
+        return None
+    if source is None:
+        return f"no kernel was run on {device} yet: XLA's operations run, kernels when named"
+    return f"no kernel was run on {device} yet: what was right and fastest on {source} runs"
+
+
 def _place(operation: Operation, name: str, device: str) -> str:
     """When an implementation that runs here is the one that does."""
     for chosen, implementation in _choice.value:
         if chosen == operation.name or (not chosen and implementation in operation):
             return "named by using()" if implementation == name else "not the one named by using()"
     below, ranges = 0, []
-    for pattern, table in FASTEST.items():
-        if re.search(pattern, device):
-            for most_rows, names in table.get(operation.name, ()):
-                if names[0] == name:
-                    last = "any number of" if most_rows == ANY else most_rows
-                    ranges.append(f"{below + 1} to {last}")
-                below = most_rows
-            break
+    for most_rows, names in measured.rows_of(device, operation.name):
+        if names[0] == name:
+            last = "any number of" if most_rows == measured.ANY else most_rows
+            ranges.append(f"{below + 1} to {last}")
+        below = most_rows
     if ranges:
-        return f"measured fastest for {', '.join(ranges)} rows"
-    if name == REFERENCE and below == ANY:
+        source = measured.source(device)
+        where = "measured fastest" if source == device else f"fastest on {source}"
+        return f"{where} for {', '.join(ranges)} rows"
+    if name == REFERENCE and below == measured.ANY:
         return "where no other applies"
     if name == REFERENCE:
         return f"above {below} rows, and where no other applies" if below else "the only choice"

@@ -159,6 +159,8 @@ class DeviceLoop:
         try:
             self._say("reading the checkpoint")
             served = self._load()
+            for note in served.notes:
+                event("note", text=note)
             engine = new_engine(served)
             state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state))
             self._metrics.state_bytes.set(state_bytes)

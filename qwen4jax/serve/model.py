@@ -45,7 +45,7 @@ class Served:
         top_logprobs: alternatives that every round computes.
         parameter_bytes: of the parameters on the device.
         drafting_off_reason: why rounds do not draft; empty where they do.
-        notes: what differs from the checkpoint's own configuration.
+        notes: what differs from the checkpoint's own configuration, or from what was measured.
     """
 
     name: str

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen4jax.host_table import HostTable
+from qwen4jax.pallas import registry
 from qwen4jax.params import Params, Tensor, tensors
 from qwen4jax.weights.arrange import arrange
 from qwen4jax.weights.checkpoint import survey
@@ -49,7 +50,8 @@ class LoadReport:
         converted: stored dtype -> tensors cast to the dtype in memory.
         parameter_bytes: bytes of the loaded parameters, without a table that stays in its files.
         staging_bytes: the most host memory in use at a time besides resident parameters.
-        notes: what differs from the configuration, as an absent draft head.
+        notes: what differs from the configuration, as an absent draft head; and if the kernels of
+            this GPU were chosen by measurements on another.
         seconds: how long it took.
     """
 
@@ -182,7 +184,7 @@ def load_and_report(
         converted=dict(reader.converted),
         parameter_bytes=sum(array.nbytes for array in jax.tree.leaves(params)),
         staging_bytes=stage.peak,
-        notes=found.notes,
+        notes=(*found.notes, *filter(None, [registry.unmeasured()])),
         seconds=time.monotonic() - began,
     )
     return params, report

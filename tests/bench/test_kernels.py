@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import check, kernel_table, kernels, timing
+from bench import check, kernels, timing
 from bench.operations import draw, operations, split
 from qwen4jax.pallas import skinny_matmul
 
@@ -220,23 +220,3 @@ def test_a_chain_calls_as_often_as_it_says():
         np.testing.assert_allclose(
             np.asarray(state["streams"]), np.asarray(want), rtol=1e-5, atol=1e-4
         )
-
-
-def test_the_table_shows_the_fastest_of_the_newest(monkeypatch, tmp_path: Path):
-    line = dict(op="skinny_matmul", case="lm_head_4", rows=4, bytes=10**9, commit="abc")
-    line |= dict(bandwidth_fraction=0.5, peer=None, peer_us=None)
-    given = [
-        line | dict(implementation="triton", us=100.0),
-        line | dict(implementation="reference", us=400.0),
-        line | dict(implementation="triton", us=250.0),
-        line | dict(case="one_row", implementation="triton", us=1.0),
-    ]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/kernels.jsonl").write_text("\n".join(map(json.dumps, given)))
-    monkeypatch.setattr(kernel_table, "RESULTS", tmp_path)
-    text = kernel_table.section("a")
-    assert "| lm_head_4 | 4 | 1000.00 | **250.00** | 50% | triton | 400.00 |  |  | 1.6x |" in text
-    assert "one_row" not in text
-    assert kernel_table.section("b") == ""
-    kernel_table.picture(kernel_table.ranked(kernel_table.newest("a")), tmp_path / "kernels.png")
-    assert (tmp_path / "kernels.png").stat().st_size > 1000

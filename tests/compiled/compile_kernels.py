@@ -1,10 +1,9 @@
 """Compiles every Triton kernel at a released size, for a GPU that is not there.
 
-Run in a process of its own: `python compile_kernels.py KIND ROUTE < TARGET`, with KIND as JAX would
-call the device ("NVIDIA H200") and TARGET a description as XLA dumps it. For each implementation in
-Triton compiles the first large case that it takes, and those of `CHUNKS`. Prints a JSON object:
-operation -> cases, each with the kernels in XLA's program; and the reference's projections, without
-kernels, with the matrices that XLA puts together.
+Run in a process of its own: `python compile_kernels.py KIND ROUTE`, with KIND of `targets.TARGETS`.
+For each implementation in Triton compiles the first large case that it takes, and those of
+`CHUNKS`. Prints a JSON object: operation -> cases, each with the kernels in XLA's program; and the
+reference's projections, without kernels, with the matrices that XLA puts together.
 """
 
 import importlib
@@ -21,6 +20,7 @@ from qwen4jax.pallas import registry, triton_call
 from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.skinny_matmul import cases as skinny_matmul
 from qwen4jax.pallas.skinny_matmul import projections
+from tests.compiled.targets import TARGETS
 
 # chunks of prompts, for which an implementation has other kernels or options than for a round
 CHUNKS = {
@@ -35,7 +35,7 @@ MANY_PROJECTIONS = "delta_in_32"
 
 def main(kind: str, route: Any) -> None:
     topology = topologies.get_topology_desc(
-        "gpu", platform="cuda", target_config=sys.stdin.read(), topology="1x1x1"
+        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     here = jax.sharding.NamedSharding(mesh, jax.P())

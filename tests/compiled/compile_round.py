@@ -1,9 +1,8 @@
-"""Compiles the speculative round for an H200 on a machine without one and describes the program.
+"""Compiles the speculative round for a GPU that is not there and describes the program.
 
-Run in a process of its own: `python compile_round.py TARGET INDEX_SHARE MODE`, with XLA_FLAGS
-dumping to DUMP_DIR; the mode is `greedy` or `server`. Prints one JSON object. The target
-description was dumped by XLA on an H200 (`--xla_dump_to` writes it as
-`*gpu_target_config.pbtxt`).
+Run in a process of its own: `python compile_round.py KIND INDEX_SHARE MODE`, with KIND of
+`targets.TARGETS`, MODE `greedy` or `server`, and XLA_FLAGS dumping to DUMP_DIR. Prints one JSON
+object.
 """
 
 import collections
@@ -29,11 +28,12 @@ from qwen4jax.params import declare
 from qwen4jax.serve.model import every_option
 from qwen4jax.state import abstract_state
 from qwen4jax.weights.arrange import tiled
+from tests.compiled.targets import TARGETS
 
 
-def main(target: str, index_share: str, mode: str) -> None:
+def main(kind: str, index_share: str, mode: str) -> None:
     topology = topologies.get_topology_desc(
-        "h200", platform="cuda", target_config=Path(target).read_text(), topology="1x1x1"
+        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     here = jax.sharding.NamedSharding(mesh, jax.P())
@@ -60,10 +60,12 @@ def main(target: str, index_share: str, mode: str) -> None:
     controls = jax.tree.map(place, controls)
     active = place(jnp.zeros(1, bool))
     room = jax.tree.map(place, empty(1, 3, **asked))
-    with registry.using(device="NVIDIA H200"):
+    with registry.using(device=kind):
         compiled = next_round.lower(params, state, controls, active, room, **asked).compile()
     hlo = compiled.as_text() or ""
     entry = hlo[hlo.index("\nENTRY") :]
+    # (scope, name) of each kernel
+    triton = re.findall(r'gpu\.triton".*op_name="([^"]*)".*\bname = "([^"]*)"', hlo)
     copies = [_size(m) for m in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", entry)]
     plans = list(
         Path(os.environ["DUMP_DIR"]).glob("*next_round*thunk_sequence_after_thunk_passes.txt")
@@ -77,6 +79,7 @@ def main(target: str, index_share: str, mode: str) -> None:
             {
                 "command_buffers": thunks["kCommandBuffer"],
                 "kernels": thunks["kCustomKernel"],
+                "xla_kernels": thunks["kCustomKernel"] - len(triton),
                 # what stands at the left margin runs outside of a graph
                 "outside": re.findall(r"^\d+: (?!kCommandBuffer)(k\w+)", plan, re.MULTILINE),
                 "largest_copy": max(copies, default=0),
@@ -85,6 +88,8 @@ def main(target: str, index_share: str, mode: str) -> None:
                 "sorts_in_a_branch": len(re.findall(r"^     +\d+: .*\] sort_", plan, re.MULTILINE)),
                 "conditionals": thunks["kConditional"],
                 "selections": len(re.findall(r"\] index_topk_", plan)),
+                "layer_types": config.layer_types,
+                "triton": triton,
                 "layers": config.num_hidden_layers,
                 "experts": len(re.findall(r"\] experts_down_nvfp4_", plan)),
                 "scorings": len(re.findall(r"\] index_score_", plan)),

@@ -1,12 +1,13 @@
-"""Compiles the Mosaic kernels of the released sizes for an H200, on a machine without one.
+"""Compiles the Mosaic kernels of the released sizes for GPUs that are not there.
 
-Run in a process of its own: `python compile_mosaic.py TARGET`, with MOSAIC_GPU_DUMP_PTXAS=1, so
-that the assembler's report of each kernel is printed.
+Run in a process of its own, for Mosaic assembles all for the first chip it meets: `python
+compile_mosaic.py KIND` with KIND of `targets.TARGETS` and MOSAIC_GPU_DUMP_PTXAS=1, so that the
+assembler's report of each kernel is printed. What is not for Hopper alone comes first.
 """
 
 import functools
+import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,14 @@ from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.pallas.skinny_matmul import projections
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.state import DeltaNetState
+from tests.compiled.targets import TARGETS
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
-def main(target: str) -> None:
+def main(kind: str) -> None:
     topology = topologies.get_topology_desc(
-        "h200", platform="cuda", target_config=Path(target).read_text(), topology="1x1x1"
+        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     here = jax.sharding.NamedSharding(mesh, jax.P())
@@ -36,8 +38,21 @@ def main(target: str) -> None:
 
     def assemble(f, *args, implementation="mosaic_hopper"):
         run = functools.partial(f, implementation=implementation)
-        with registry.using(device="NVIDIA H200"):
+        with registry.using(device=kind):
             jax.jit(run).lower(*args).compile()
+
+    weights = Weights(array(10240, 4), array(48), array(48), array(128))
+    rows, places = 32, 8
+    sizes = 10240, 6144, 48, 48
+    assemble(
+        functools.partial(step, key_heads=16, activation="sigmoid", eps=1e-6),
+        *(array(rows, places, size) for size in sizes),
+        weights,
+        DeltaNetState(array(rows, 3, 10240), array(rows, 48, 128, 128, dtype=F32)),
+        implementation="mosaic",
+    )
+    if not re.search(registry.HOPPER["devices"], kind):
+        return
 
     for rows, outputs, inputs, dtype in (
         (4, (10240, 6144, 48, 48), 2560, BF16),
@@ -68,16 +83,6 @@ def main(target: str) -> None:
         array(1, 4, 2051, dtype=I32),
     )
     assemble(sparse_attention, queries, queries, pool, pool, slots)
-    weights = Weights(array(10240, 4), array(48), array(48), array(128))
-    rows, places = 32, 8
-    sizes = 10240, 6144, 48, 48
-    assemble(
-        functools.partial(step, key_heads=16, activation="sigmoid", eps=1e-6),
-        *(array(rows, places, size) for size in sizes),
-        weights,
-        DeltaNetState(array(rows, 3, 10240), array(rows, 48, 128, 128, dtype=F32)),
-        implementation="mosaic",
-    )
     for width in (14336, 24576):
         select = functools.partial(index_topk, blocks=512, ratio=4)
         assemble(select, array(1, 4, width, dtype=F32), array(1, 4, dtype=jnp.int32))

@@ -6,12 +6,24 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from qwen4jax.pallas import measured, registry
 from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import skinny_matmul
 
 H200 = "NVIDIA H200"
+# kinds that nobody measured, as JAX names them -> whether they are Hopper
+UNMEASURED = {
+    "NVIDIA H100 80GB HBM3": True,
+    "NVIDIA H200 NVL": True,
+    "NVIDIA GH200 480GB": True,
+    "NVIDIA B200": False,
+    "NVIDIA GB200": False,
+    "NVIDIA B300 SXM6 AC": False,
+    "NVIDIA GB300": False,
+}
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
@@ -45,7 +57,7 @@ def test_here_the_reference_runs():
 
 
 def test_the_measured_order_holds_where_it_applies(monkeypatch):
-    monkeypatch.setitem(measured.FASTEST, "H200", {"toy": ((2, ("fast",)), (8, ("fast",)))})
+    monkeypatch.setitem(measured.FASTEST, H200, {"toy": ((2, ("fast",)), (8, ("fast",)))})
     op = operation()
     with registry.using(device=H200):
         assert op.order(H200, 3) == ["fast"]
@@ -54,6 +66,70 @@ def test_the_measured_order_holds_where_it_applies(monkeypatch):
         assert run(op, 8) == 1  # refused: more than four rows
         assert run(op, 9) == 1
     assert run(op, 1) == 1
+
+
+@pytest.mark.parametrize(("device", "hopper"), UNMEASURED.items())
+def test_what_nobody_measured_borrows_from_what_was(device: str, hopper: bool):
+    """Kernels run there as on the H200, without those for Hopper elsewhere, and say why."""
+    with registry.using(device=device):
+        text = registry.explain()
+    for op in registry.operations().values():
+        for rows in (1, 4, 32, 128, 2048):
+            assert op.order(device, rows) == op.order(H200, rows)
+        for name, entry in op.items():
+            if name == "mosaic_hopper":
+                assert isinstance(entry, Kernel)
+                assert (entry.missing(device) is None) == hopper
+    assert f"no kernel was run on {device} yet: what was right and fastest on {H200} runs" in text
+    assert "  triton: fastest on NVIDIA H200 for 1 to 128 rows" in text
+    assert "measured fastest" not in text
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA GeForce RTX 5090", "NVIDIA GB10"])
+def test_other_devices_borrow_nothing(device: str):
+    """Consumers' Blackwell GPUs have less than half the shared memory."""
+    with registry.using(device=device):
+        text, note = registry.explain(), registry.unmeasured()
+    assert all(op.order(device, 4) == [] for op in registry.operations().values())
+    assert "fastest" not in text
+    assert note == (
+        None
+        if device == "cpu"
+        else f"no kernel was run on {device} yet: XLA's operations run, kernels when named"
+    )
+
+
+def test_what_was_measured_needs_no_note():
+    with registry.using(device=H200):
+        assert registry.unmeasured() is None
+        assert "note:" not in registry.explain()
+
+
+def test_a_kernel_is_for_one_device(monkeypatch):
+    """XLA would gather what lies on several; inside `shard_map` each device has its own."""
+    monkeypatch.setitem(measured.FASTEST, H200, {"toy": ((8, ("fast",)),)})
+    op = operation()
+
+    def program(function, devices=4):
+        mesh = AbstractMesh((devices,), ("model",), axis_types=(AxisType.Auto,))
+        placed = NamedSharding(mesh, P("model"))
+        x = jax.ShapeDtypeStruct((4, 1), jnp.float32, sharding=placed)
+        with registry.using(device=H200):
+            return str(jax.jit(lambda x: function(mesh, x)).trace(x).jaxpr)
+
+    # the kernel adds two
+    assert "2.0" in program(lambda _, x: op.run(None, 1, x), devices=1)
+    assert "2.0" not in program(lambda _, x: op.run(None, 1, x))
+    # what was computed of a spread operand is spread
+    assert "2.0" not in program(lambda _, x: op.run(None, 1, x * 3))
+
+    def local(mesh, x):
+        run = lambda x: op.run(None, 1, x)  # noqa: E731
+        return jax.shard_map(run, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(x)
+
+    assert "2.0" in program(local)
+    with pytest.raises(NotImplementedError, match=r"'fast' is for one device, .* a mesh of 4"):
+        program(lambda _, x: op.run("fast", 1, x))
 
 
 def test_a_named_implementation_runs_or_says_why_not():
@@ -130,9 +206,8 @@ def test_the_measured_table_names_what_there_is():
 
 def test_what_is_preferred_was_right_and_measured_on_the_device():
     """A line is written only after the result was compared with the reference."""
-    folders = {r"H200": "nvidia-h200"}
     for device, table in measured.FASTEST.items():
-        file = RESULTS / folders[device] / "kernels.jsonl"
+        file = RESULTS / device.replace(" ", "-").lower() / "kernels.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         for op, entries in table.items():
             least = 0

@@ -138,6 +138,8 @@ def test_without_a_draft_head_the_status_says_so(start: Callable[..., RunningSer
         with server.client() as client:
             model = client.model()
             assert (model.drafts, list(model.notes)) == (0, [status.drafting_off_reason])
+            (line,) = (one for one in server.lines if one["event"] == "note")
+            assert line["text"] == status.drafting_off_reason
             answer = client.generate([5, 6], max_new_tokens=9, ignore_eos=True)
             assert answer.finish.tokens_per_round == 1
         server.signal()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qwen4jax.config import Config
+from qwen4jax.pallas import registry
 from qwen4jax.params import Params, tensors
 from qwen4jax.weights.checkpoint import survey
 from qwen4jax.weights.load import Stage, host_bytes, load, load_and_report
@@ -119,6 +120,9 @@ def test_the_report():
     assert report.converted == {}
     assert report.notes == ()
     assert report.seconds > 0
+    with registry.using(device="NVIDIA GB300"):
+        (note,) = load_and_report(NVFP4)[1].notes
+    assert "no kernel was run on NVIDIA GB300 yet" in note
 
 
 def test_stored_experts_take_their_stored_bytes(tmp_path: Path):
