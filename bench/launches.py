@@ -1,6 +1,7 @@
 """The kernels of a round by place and kind, from XLA's program for it.
 
-    DUMP_DIR=. PYTHONPATH=. python tests/compiled/compile_round.py "NVIDIA H200" share greedy > round.json
+    export DUMP_DIR=. PYTHONPATH=.
+    python tests/compiled/compile_round.py "NVIDIA H200" share greedy > round.json
     python -m bench.launches --device nvidia-h200 < round.json
 
 writes `launches.json` of the device's results; a test holds that file to the compiled round. No GPU
