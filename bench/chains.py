@@ -24,11 +24,9 @@ without the `xla.pdl_launch` attribute. Its own fusions are compiled with it.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,23 +56,14 @@ class Programs:
     program: Any
 
 
-@contextlib.contextmanager
-def chosen(chain: Chain, implementation: str) -> Iterator[None]:
-    """Within it, the chain's operations run an implementation, those that have it.
-
-    Raises:
-        NotImplementedError: none has it.
-    """
-    named = {op.name: implementation for op in chain.operations if implementation in op}
-    if implementation != DEFAULT and not named:
-        raise NotImplementedError(f"{implementation}: no operation of {chain.name} has it")
-    with registry.using(named):
-        yield
+def named(chain: Chain, implementation: str) -> dict[str, str]:
+    """The chain's operations that have an implementation of this name, with it."""
+    return {op.name: implementation for op in chain.operations if implementation in op}
 
 
 def call(chain: Chain, implementation: str, carry: Any, fixed: Any, passes: int) -> Any:
-    """The carry behind a chain."""
-    with chosen(chain, implementation):
+    """The carry behind a chain, of which the operations that have it run an implementation."""
+    with registry.using(named(chain, implementation)):
         return chain.run(carry, fixed, passes)
 
 
@@ -161,7 +150,14 @@ def chains(args: argparse.Namespace) -> list[Chain]:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     names = args.implementation or [DEFAULT]
-    jobs = [(chain, name) for chain in chains(args) for name in names]
+    jobs = [
+        (chain, name)
+        for chain in chains(args)
+        for name in names
+        if name == DEFAULT or named(chain, name)
+    ]
+    if not jobs:
+        raise SystemExit("no chain: of --chain, --case and --implementation none is left")
     found = find_peers(list({chain.name for chain, _ in jobs}), args.peers, args.quick)
     with ThreadPoolExecutor(args.jobs) as pool:
         programs = [pool.submit(compile_chain, *job) for job in jobs]

@@ -46,9 +46,15 @@ def test_a_line_of_each(tmp_path: Path):
     assert [line["error"] > 0 for line in written] == [True, False, True, True]
 
 
-def test_names_that_no_operation_has_are_skipped(tmp_path: Path, capsys):
-    run(tmp_path, "--chain", "select", "--implementation", "separate")
-    assert "skipped: separate: no operation of index_topk.select has it" in capsys.readouterr().out
+def test_a_name_that_no_operation_has_is_no_chain(tmp_path: Path):
+    with pytest.raises(SystemExit, match="none is left"):
+        run(tmp_path, "--chain", "select", "--implementation", "separate")
+    assert lines(tmp_path) == []
+
+
+def test_what_a_kernel_refuses_is_skipped(tmp_path: Path, capsys):
+    run(tmp_path, "--chain", "select", "--implementation", "triton")
+    assert "skipped: index_score: 'triton' needs an NVIDIA GPU" in capsys.readouterr().out
     assert lines(tmp_path) == []
 
 
