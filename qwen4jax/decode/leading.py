@@ -114,20 +114,19 @@ def _edge_by_sorting(
     scores: Float[Array, "B T V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
 ) -> _Edge:
     """Each row's last kept id, whatever is kept."""
-    # a stable one would carry the ids along
-    ordered = -jnp.sort(-scores, axis=-1, stable=False)
+    ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    # by both keys: where XLA has a device before it, it leaves a large sort by scores alone to CUB,
+    # which nothing shows to be capturable in a branch of a graph
+    ordered, ids = jax.lax.sort((-scores, ids), num_keys=2)
     limit = jnp.where(top_k > 0, top_k, scores.shape[-1])[:, None, None]
     in_top_k = jnp.arange(scores.shape[-1]) < limit
-    mass = jnp.cumsum(jnp.where(in_top_k, jnp.exp(ordered), 0.0), axis=-1)
+    mass = jnp.cumsum(jnp.where(in_top_k, jnp.exp(-ordered), 0.0), axis=-1)
     before = jnp.pad(mass[..., :-1], ((0, 0), (0, 0), (1, 0)))
     share = top_p[:, None, None]
     in_top_p = (before < share * mass[..., -1:]) | (share >= 1)
-    kept = (in_top_k & in_top_p).sum(axis=-1, keepdims=True)
-    edge = jnp.take_along_axis(ordered, kept - 1, axis=-1)
-    ties = scores == edge
-    room = kept - (scores > edge).sum(axis=-1, keepdims=True)
-    last = jnp.argmax(jnp.cumsum(ties, axis=-1) == room, axis=-1)
-    return _Edge(edge[..., 0], last.astype(jnp.int32))
+    end = (in_top_k & in_top_p).sum(axis=-1, keepdims=True) - 1
+    take = lambda x: jnp.take_along_axis(x, end, axis=-1)[..., 0]  # noqa: E731
+    return _Edge(-take(ordered), take(ids))
 
 
 def _leading(
