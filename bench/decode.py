@@ -95,7 +95,7 @@ NAMES = dict(
     index_share=("fresh", "share", "share_frozen"),
     mode=("greedy", "sampled", "server"),
 )
-VARIED = ("batch", "context", "draft", "acceptance", *NAMES, "rounds", "profile")
+VARIED = ("batch", "live", "context", "draft", "acceptance", *NAMES, "rounds", "profile")
 
 
 class Run:
@@ -134,7 +134,8 @@ class Run:
     def name(self) -> str:
         """Unlike those of the other runs of a process; XLA's dump carries it."""
         a = self.args
-        return f"bench_round_b{a.batch}_c{a.context}_n{a.draft}_{a.kv}_{a.index_share}_{a.mode}"
+        sizes = f"b{a.batch}_l{a.live}_c{a.context}_n{a.draft}"
+        return f"bench_round_{sizes}_{a.kv}_{a.index_share}_{a.mode}"
 
 
 def compile_round(run: Run, params: Params) -> tuple[Any, float]:
@@ -175,14 +176,15 @@ def compile_round(run: Run, params: Params) -> tuple[Any, float]:
 def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     """Runs and times rounds; everything a result line says but where it was measured."""
     args, config, (compiled, compile_s) = run.args, run.config, program
-    batch, drafts = args.batch, args.draft
+    batch, live, drafts = args.batch, args.live, args.draft
     params = params.replace(config=config)
     state = filled_state(config, run.shapes, args.context)
-    choices = batch * (drafts + 1) * config.num_experts_per_tok
+    choices = live * (drafts + 1) * config.num_experts_per_tok
     expected = expected_distinct(choices, config.num_experts)
-    distinct = distinct_experts(params, state, drafts) if args.profile else None
+    distinct = distinct_experts(params, state, drafts, live) if args.profile else None
+    active = jnp.arange(batch) < live
     room = empty(batch, drafts, **run.asked)
-    carry = (state, run.controls(), jnp.ones(batch, bool), jnp.int32(0), room)
+    carry = (state, run.controls(), active, jnp.int32(0), room)
     del state
     call = lambda c: compiled(params, *c)  # noqa: E731
     # the first rounds build the graph
@@ -202,14 +204,14 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         longest = time_by_kernel(events, rounds=3)
     floor = floor_parts(
         config,
-        batch=batch,
+        batch=live,
         context=args.context,
         drafts=drafts,
         kv_bytes=1 if args.kv == "e4m3" else 2,
         distinct=statistics.mean(distinct) if distinct else expected,
     )
     floor_ms = sum(p.floor_ms for p in floor)
-    tokens = statistics.mean(given)
+    tokens = statistics.mean(given) / live
     spent = lambda phase: round(sum(ms for (_, ph), ms in parts.items() if ph == phase), 3)  # noqa: E731
     phase = {f"{p}_ms": spent(p) if parts else None for p in ("verify", "draft", "commit")}
     stats = jax.devices()[0].memory_stats() or {}
@@ -218,6 +220,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         f" index_share={args.index_share} kv={args.kv}"
         + (f" draft_weights={args.draft_weights}" if args.draft_weights != "bf16" else "")
         + (f" draft_vocab={args.draft_vocab}" if args.draft_vocab else "")
+        + (f" live={live}" if live != batch else "")
         + (f" table={args.table}" if args.table != "device" else "")
         + (f" table_rows={args.table_rows}" if args.table_rows != STAND_IN_ROWS else ""),
         "devices": 1,
@@ -233,7 +236,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
         **phase,
         "host_ms": round(statistics.median(hosts) * 1e3, 3),
         "tokens_per_s_per_user": round(tokens / round_ms * 1e3, 1),
-        "tokens_per_s": round(batch * tokens / round_ms * 1e3, 1),
+        "tokens_per_s": round(live * tokens / round_ms * 1e3, 1),
         "floor_ms": round(floor_ms, 3),
         "floor_fraction": round(floor_ms / round_ms, 3),
         "kernels": kernels,
@@ -254,7 +257,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Rounds queued one behind the other: seconds per round, of each dispatch, tokens given."""
+    """Rounds queued one behind the other: seconds per round, of each dispatch, tokens of each."""
 
     wall_s: float
     host_s: list[float]
@@ -270,7 +273,7 @@ def queue_rounds(run, carry, rounds: int) -> tuple[tuple, Group]:
         bursts.append(words)
         hosts.append(time.perf_counter() - called)
     fields = fields_of(carry[-1])
-    given = [float(np.mean(Sent(words, fields).read()["count"])) for words in bursts]
+    given = [float(np.sum(Sent(words, fields).read()["count"])) for words in bursts]
     wall = (time.perf_counter() - begun) / rounds
     return carry, Group(wall, hosts, given)
 
@@ -279,19 +282,19 @@ def queue_rounds(run, carry, rounds: int) -> tuple[tuple, Group]:
 GROUP = 12
 
 
-def distinct_experts(params, state, drafts: int) -> list[int]:
-    """Distinct experts of each layer in one verification of the state's tokens."""
+def distinct_experts(params, state, drafts: int, live: int) -> list[int]:
+    """Distinct experts of each layer in one verification of the first `live` slots' tokens."""
 
     @jax.jit
     def routes(params, state):
         taps = Capture(("layer*.router.ids",))
         fed = jnp.concatenate([state.token[:, None], state.drafts], axis=1)
-        count = jnp.full(state.slots, drafts + 1, jnp.int32)
+        count = jnp.where(jnp.arange(state.slots) < live, drafts + 1, 0)
         step(params, state, fed, count, final=False, capture=taps)
         return taps.values
 
     found = jax.device_get(routes(params, state))
-    return [len(np.unique(ids)) for ids in found.values()]
+    return [len(np.unique(ids[:live])) for ids in found.values()]
 
 
 def graph_segments(name: str) -> int | None:
@@ -326,6 +329,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kv", choices=NAMES["kv"], default="bf16")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--live", type=int, help="of the batch's slots that run; by default all")
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--draft", type=int, default=3, help="drafts per round, 0 to 7")
     parser.add_argument("--acceptance", type=float, help="mean tokens per round, bonus included")
@@ -375,6 +379,9 @@ def scenarios(args: argparse.Namespace) -> list[argparse.Namespace]:
             setattr(one, name, value if name in NAMES else number(value))
         if one.acceptance is None:
             one.acceptance = 3.23 if one.draft == 3 else 1 + 0.74 * one.draft
+        one.live = one.live or one.batch
+        if not 1 <= one.live <= one.batch:
+            raise SystemExit(f"--live: {one.live} is not in 1..{one.batch}, the batch")
         runs.append(one)
     return runs
 

@@ -59,7 +59,7 @@ TUNING = (
 
 def _stored(config: str) -> str:
     """What of a line's configuration says how drafts select and what is stored how."""
-    told = ("index_share=", "kv=", "draft_weights=", "draft_vocab=")
+    told = ("index_share=", "kv=", "draft_weights=", "draft_vocab=", "live=")
     return " ".join(part for part in config.split() if part.startswith(told))
 
 

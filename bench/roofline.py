@@ -86,7 +86,7 @@ def picture(record: dict, file: Path) -> None:
 
 
 def newest(device: str, batch: int = 1, context: int = 65536, draft: int = 3) -> dict:
-    """The last result line of a device, for greedy rounds of these sizes, with parts resolved."""
+    """The last result line of a device, for greedy rounds of these sizes, with parts; all slots run."""
     sizes = dict(batch=batch, context=context, draft=draft)
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
     measured = [
@@ -95,6 +95,7 @@ def newest(device: str, batch: int = 1, context: int = 65536, draft: int = 3) ->
         # lines are older than modes
         if r["parts_ms"]
         and r.get("mode", "greedy") == "greedy"
+        and "live=" not in r["config"]
         and all(r[name] == n for name, n in sizes.items())
     ]
     if not measured:

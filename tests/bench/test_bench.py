@@ -55,7 +55,7 @@ def test_byte_budget_is_that_of_the_design():
 def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     run(
         *"bench.decode --config tiny --batch 2 --context 100 --rounds 20 --profile 0".split(),
-        "--run=mode=server",
+        "--run=mode=server,live=1",
         "--out",
         str(tmp_path),
     )
@@ -64,10 +64,17 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     assert set(FIELDS) <= set(record)
     assert record["device"] == "cpu"
     assert record["mode"] == "server"
+    # of the one slot of two that runs
+    assert "live=1" in record["config"].split()
     assert 3 <= record["tokens_per_round"] <= 4
     assert record["round_ms"] > 0
     # whole groups of 12, no fewer rounds than asked
     assert record["rounds"] == 24
+
+
+def test_more_slots_that_run_than_there_are():
+    with pytest.raises(SystemExit, match=r"--live: 3 is not in 1\.\.2, the batch"):
+        decode.scenarios(decode.parse(["--run", "batch=2,live=3"]))
 
 
 def test_a_run_of_an_unknown_mode_is_refused(capsys):
