@@ -86,7 +86,7 @@ def picture(record: dict, file: Path) -> None:
 
 
 def newest(device: str, batch: int = 1, context: int = 65536, draft: int = 3) -> dict:
-    """The last result line of a device, for greedy rounds of these sizes, with parts; all slots run."""
+    """The last line of a device for greedy rounds of these sizes, with parts; all slots run."""
     sizes = dict(batch=batch, context=context, draft=draft)
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
     measured = [
