@@ -108,10 +108,10 @@ def work_bytes(
 def round_bytes(config: Config, slots: int, drafts: int) -> int:
     """Estimate of a compiled round's temporaries, with float32 logits as sampling needs them.
 
-    Six times: they, the scores, what sorts them and their ids, and cumulative sums.
+    Five times: they, the scores, what sorts them and their ids, and probabilities.
     """
     logits = slots * (drafts + 1) * config.vocab_size * 4
-    return min(_WORK, weight_bytes(config)[0]) + 6 * logits
+    return min(_WORK, weight_bytes(config)[0]) + 5 * logits
 
 
 def prefill_bytes(config: Config, rows: int, tokens: int) -> int:

@@ -7,6 +7,7 @@ maxima and of the members of few groups; both are narrow enough for `index_topk`
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,8 +21,6 @@ from qwen4jax.pallas.index_topk import index_topk
 CANDIDATES = 512
 # ids of a group: a line of memory, and maxima and members are about as many
 _GROUP = 32
-# instead of -inf, which a selection has for what is not there
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Edge(NamedTuple):
@@ -113,20 +112,39 @@ def _edge_among_candidates(
 def _edge_by_sorting(
     scores: Float[Array, "B T V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
 ) -> _Edge:
-    """Each row's last kept id, whatever is kept."""
+    """Each row's last kept id, whatever is kept.
+
+    By both keys, and without a cumulative sum over the vocabulary: where XLA has a device before
+    it, it leaves a large sort by scores alone and a scan to CUB, which nothing shows to be
+    capturable in a branch of a graph.
+    """
+    vocab = scores.shape[-1]
     ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    # by both keys: where XLA has a device before it, it leaves a large sort by scores alone to CUB,
-    # which nothing shows to be capturable in a branch of a graph
     ordered, ids = jax.lax.sort((-scores, ids), num_keys=2)
-    limit = jnp.where(top_k > 0, top_k, scores.shape[-1])[:, None, None]
-    in_top_k = jnp.arange(scores.shape[-1]) < limit
-    mass = jnp.cumsum(jnp.where(in_top_k, jnp.exp(-ordered), 0.0), axis=-1)
-    before = jnp.pad(mass[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    share = top_p[:, None, None]
-    in_top_p = (before < share * mass[..., -1:]) | (share >= 1)
-    end = (in_top_k & in_top_p).sum(axis=-1, keepdims=True) - 1
-    take = lambda x: jnp.take_along_axis(x, end, axis=-1)[..., 0]  # noqa: E731
+    most = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)[:, None, None]
+    probability = jnp.where(jnp.arange(vocab) < most, jnp.exp(-ordered), 0.0)
+    # the part of the row in which top-p is reached, and the place in it
+    width = math.isqrt(vocab - 1) + 1
+    parts = jnp.pad(probability, ((0, 0), (0, 0), (0, -vocab % width)))
+    parts = parts.reshape(*scores.shape[:2], -1, width)
+    masses = parts.sum(axis=-1)
+    needed = (top_p[:, None] * masses.sum(axis=-1))[..., None]
+    before = _sum_before(masses)
+    part = (before < needed).sum(axis=-1, keepdims=True) - 1
+    inside = _sum_before(jnp.take_along_axis(parts, part[..., None], axis=2)[:, :, 0])
+    reached = (jnp.take_along_axis(before, part, axis=-1) + inside < needed).sum(
+        axis=-1, keepdims=True
+    )
+    # rounding must not drop the tail when top-p is off
+    end = jnp.where(top_p[:, None, None] >= 1, most, part * width + reached)
+    take = lambda x: jnp.take_along_axis(x, jnp.minimum(end, most) - 1, axis=-1)[..., 0]  # noqa: E731
     return _Edge(-take(ordered), take(ids))
+
+
+def _sum_before(x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
+    """The sum of what is before each."""
+    ahead = jnp.arange(x.shape[-1]) < jnp.arange(x.shape[-1])[:, None]
+    return jnp.where(ahead, x[..., None, :], 0.0).sum(axis=-1)
 
 
 def _leading(
@@ -134,11 +152,10 @@ def _leading(
 ) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
     """The scores and ids of `count` to `CANDIDATES` ids, in no order, the leading ones among them.
 
-    There are more than `CANDIDATES` ids. -inf becomes the least number.
+    There are more than `CANDIDATES` ids.
     """
     vocab = scores.shape[-1]
     ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), scores.shape)
-    scores = jnp.maximum(scores, _LOWEST)
     if vocab > max(CANDIDATES, count * _GROUP):
         groups = _groups(scores)
         numbers = _select(groups.max(axis=-1), count)
@@ -165,7 +182,7 @@ def _ahead(values: Float[Array, "B T C"], ids: Int[Array, "B T C"]) -> Bool[Arra
 def _groups(scores: Float[Array, "B T V"]) -> Float[Array, "B T G M"]:
     """Scores of consecutive ids; what the last group lacks comes after every id."""
     lacking = ((0, 0), (0, 0), (0, -scores.shape[-1] % _GROUP))
-    padded = jnp.pad(scores, lacking, constant_values=_LOWEST)
+    padded = jnp.pad(scores, lacking, constant_values=-jnp.inf)
     return padded.reshape(*scores.shape[:2], -1, _GROUP)
 
 

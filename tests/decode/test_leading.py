@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from qwen4jax.decode import leading, sampling
 from qwen4jax.decode.options import Row, Sampling, make_controls
+from qwen4jax.pallas import registry
+from tests.pallas.triton_interpreter import interpreted
 
 CANDIDATES, GROUP = 16, 4
 # ids that are chosen among at once, and in groups, of which the last has a part
@@ -89,7 +91,7 @@ SHAPES = dict(
     apart=st.booleans(),
 )
 KS = [1, 2, CANDIDATES - 1, CANDIDATES, CANDIDATES + 1, 0, LARGE - 1]
-PS = [1e-30, 0.1, 0.5, 0.95, 0.999, 1.0]
+PS = [1e-30, 0.1, 0.5, 0.95, 0.999, 1 - 2.0**-24, 1.0]
 truncate = jax.jit(lambda *given: leading.truncate(*given))
 
 
@@ -116,15 +118,27 @@ def test_the_best_are_those_of_a_sort(sizes: tuple[int, int], **options: Any):
     np.testing.assert_array_equal(values, np.take_along_axis(scores, order, axis=-1))
 
 
+def test_truncates_by_the_kernel_of_the_selection():
+    """In Triton what lies beyond a row is -inf too, as most ids here are."""
+    top_k, top_p = rows_of(LARGE, [CANDIDATES, 0], [0.9])
+    scores = made(2, (len(top_k), 1, LARGE), 1.0, 0.0, 0.95, apart=False)
+    with registry.using("triton"), interpreted():
+        got = jax.jit(lambda *given: leading.truncate(*given))(scores, top_k, top_p)
+    assert_truncates(got, scores, top_k, top_p)
+
+
+def sort_wrongly(monkeypatch: pytest.MonkeyPatch):
+    """Makes the sort keep nothing, so that what comes of it is seen."""
+
+    def nothing(scores: jax.Array, *_: Any) -> leading._Edge:
+        shape = scores.shape[:2]
+        return leading._Edge(jnp.full(shape, jnp.inf), jnp.zeros(shape, jnp.int32))
+
+    monkeypatch.setattr(leading, "_edge_by_sorting", nothing)
+
+
 def test_only_rows_beyond_their_candidates_are_sorted(monkeypatch):
-    """A sort whose result is wrong changes those rows, and no other."""
-    monkeypatch.setattr(
-        leading,
-        "_edge_by_sorting",
-        lambda scores, *_: leading._Edge(
-            jnp.full(scores.shape[:2], jnp.inf), jnp.zeros(scores.shape[:2], jnp.int32)
-        ),
-    )
+    sort_wrongly(monkeypatch)
     top_k, top_p = rows_of(LARGE, KS, PS)
     scores = made(5, (len(top_k), 2, LARGE), 1.0, 0.0, 0.0, apart=False)
     got = np.asarray(jax.jit(lambda *given: leading.truncate(*given))(scores, top_k, top_p))
@@ -138,27 +152,22 @@ def test_only_rows_beyond_their_candidates_are_sorted(monkeypatch):
     assert ((got == right).all(axis=-1) == settled).all()
 
 
-def test_a_row_does_not_depend_on_whether_another_is_sorted():
-    """Masses that only just reach top-p, where both ways round apart: company changes nothing."""
-    scores = made(3, (1, 1, LARGE), 4.0, 0.0, 0.0, apart=False)
-    ordered = np.sort(np.exp(scores[0, 0]))[::-1]
-    masses = (np.cumsum(ordered, dtype=np.float64) / ordered.sum(dtype=np.float64))[:8]
-    close = masses.astype(np.float32)[:, None] * (1 + np.arange(-4, 5) * 2.0**-24)
-    top_p = close.astype(np.float32).ravel()
-    top_k = np.zeros(len(top_p), np.int32)
-    rows = np.repeat(scores, len(top_p), axis=0)
-    among = jax.jit(lambda *given: leading._edge_among_candidates(*given))
-    near, settled = among(rows, top_k[:, None], top_p[:, None])
-    assert settled.all()
-    far = jax.jit(lambda *given: leading._edge_by_sorting(*given))(rows, top_k, top_p)
-    assert (near.id != far.id).any(), "no mass is where the two round apart"
+def test_a_row_does_not_depend_on_whether_another_is_sorted(monkeypatch):
+    """However the sort rounds: rows beside one that is sorted, and beside one that is not."""
+    sort_wrongly(monkeypatch)
+    top_k, top_p = rows_of(LARGE, [1, 5, CANDIDATES], PS)
+    scores = made(3, (len(top_k), 1, LARGE), 2.0, 0.5, 0.1, apart=False)
+    run = jax.jit(lambda *given: leading.truncate(*given))
 
     def beside(company: np.ndarray) -> np.ndarray:
-        both = np.concatenate([rows, company.astype(np.float32)])
-        return np.asarray(truncate(both, np.append(top_k, 0), np.append(top_p, 0.9)))[:-1]
+        both = np.concatenate([scores, company[None, None].astype(np.float32)])
+        return np.asarray(run(both, np.append(top_k, 0), np.append(top_p, np.float32(0.9))))
 
-    flat, peaked = np.zeros_like(scores), np.where(np.arange(LARGE) == 7, 0, -50)[None, None]
-    np.testing.assert_array_equal(beside(flat), beside(peaked))
+    flat, peaked = beside(np.zeros(LARGE)), beside(np.where(np.arange(LARGE) == 7, 0, -50))
+    assert not (flat[-1] > -np.inf).any()
+    assert (peaked[-1] > -np.inf).any()
+    np.testing.assert_array_equal(flat[:-1], peaked[:-1])
+    assert (flat[:-1] > -np.inf).any(axis=-1).all()
 
 
 def test_ids_are_those_of_a_sampler_that_sorts(monkeypatch):
