@@ -80,3 +80,13 @@ CASES = (
         )
     ),
 )
+
+# checked on a device, not timed: NUM-03 around the widest window that is all selected, and NUM-08
+# and NUM-09 rows of very different lengths over pages of which the last are not assigned
+_EDGE = np.arange(2047, 2056)[:, None] + np.arange(4)
+_RAGGED = np.array([[0], [1], [511], [512], [513], [5000], [14332], [14333]])
+
+EDGES = (
+    _case("edge_2047_to_2055", (9, 4, 4, 128, 36, 16), _EDGE // 4, BF16, device_only=True),
+    _case("edge_ragged", (8, 4, 4, 128, 897, 16), _RAGGED, BF16, holes=1, device_only=True),
+)

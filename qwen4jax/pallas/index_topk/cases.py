@@ -187,3 +187,31 @@ CASES = (
         )
     ),
 )
+
+# of four queries each, as a round verifies them
+_EDGE = np.arange(2046, 2055)[:, None] + np.arange(4)
+_RAGGED = np.array([[-1], [0], [2], [2046], [2050], [20000], [57335], [57340]]) + np.arange(4)
+
+# checked on a device, not timed: NUM-03 around the widest window that is all selected, and NUM-08
+# rows of very different lengths, idle ones among them
+EDGES = tuple(
+    _case(
+        f"edge_{name}{suffix}",
+        np.where(np.arange(len(index))[:, None] == idle, -1, index),
+        width,
+        512,
+        scores=scores,
+        best=best,
+        device_only=True,
+    )
+    for name, index, width, idle in (
+        ("2047_to_2055", _EDGE, 576, -1),
+        ("ragged", _RAGGED, 14336, 0),
+    )
+    for suffix, scores, best in (
+        ("", None, False),
+        ("_best", None, True),
+        ("_best_ties", _quantised, True),
+        ("_best_concentrated", _concentrated, True),
+    )
+)

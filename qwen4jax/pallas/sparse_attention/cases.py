@@ -24,7 +24,7 @@ def _case(
     Args:
         name: of the case.
         shape: rows, places, query heads, kv heads, channels, pages, tokens in a page.
-        selected: (width of the selection, most places taken of it).
+        selected: (width of the selection, most places taken of it, of all rows or of each).
         dtype: of queries and gates.
         cache: dtype of keys and values, by default `dtype`.
         gap: share of the taken places that are empty.
@@ -40,8 +40,9 @@ def _case(
         slots = np.full((rows, places, width), -1)
         table = rng.permutation(pages)[: pages // rows * rows].reshape(rows, -1)
         within = table.shape[1] * size if paged else pages * size
-        for query in slots.reshape(-1, width):
-            chosen = rng.choice(within, min(most, width), replace=False)
+        counts = np.repeat(np.broadcast_to(most, rows), places)
+        for query, count in zip(slots.reshape(-1, width), counts, strict=True):
+            chosen = rng.choice(within, min(count, width), replace=False)
             chosen[rng.random(len(chosen)) < gap] = -1
             query[: len(chosen)] = chosen
         place = slots
@@ -230,4 +231,22 @@ CASES = (
             ("of_2048_at_64k_e4m3", 2048, 63488, E4M3),
         )
     ),
+)
+
+# checked on a device, not timed: NUM-03 around the widest window that is all selected, NUM-08 and
+# NUM-09 rows of very different lengths
+EDGES = tuple(
+    case
+    for kind, suffix in ((BF16, ""), (E4M3, "_e4m3"))
+    for case in (
+        _chunk(f"edge_2047_to_2055{suffix}", 12, 2046, (*_RELEASED, 64), 512, cache=kind),
+        _case(
+            f"edge_ragged{suffix}",
+            (8, 4, *_RELEASED, 400, 64),
+            (2051, (0, 1, 3, 64, 2047, 2048, 2050, 2051)),
+            BF16,
+            cache=kind,
+            paged=True,
+        ),
+    )
 )
