@@ -15,6 +15,7 @@ the draft head's weights. For a deterministic draft this accepts with the target
 the draft, and the output has exactly the target's distribution.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -66,7 +67,7 @@ def speculative_round(
         hidden = read_out(params, pending.residual)
     with jax.named_scope("accept"):
         positions = length[:, None] + 1 + jnp.arange(drafts + 1)
-        sampled = _choose(params, hidden, fed, positions, controls, logprobs, top)
+        sampled = _choose(params, hidden, fed, positions, controls, active, logprobs, top)
         tokens, matched = sampled.ids, accept(sampled.ids, state.drafts)
         if accepted is not None:
             matched = accepted
@@ -153,7 +154,7 @@ def begin(
     """
     last = state.ngram_ids[:, -1:]
     where = state.length[:, None]
-    sampled = _choose(params, hidden[:, None], last, where, controls, logprobs, top)
+    sampled = _choose(params, hidden[:, None], last, where, controls, ready, logprobs, top)
     given = ready.astype(jnp.int32)
     end = cut(sampled.ids, given, state.length, controls, sampled.finite)
     controls = count_tokens(controls, sampled.ids, end.n)
@@ -189,13 +190,20 @@ def _choose(
     fed: Int[Array, "S T"],
     positions: Int[Array, "S T"],
     controls: Controls,
+    running: Bool[Array, " S"],
     logprobs: bool,
     top: int,
 ) -> Sampled:
-    """`sample` of the output head's logits, which nobody writes where only the largest counts."""
+    """`sample` of the output head's logits, which nobody writes where only the largest counts.
+
+    From slots that do not run nothing is drawn, whatever options their last request left.
+    """
     if not logprobs and takes_the_largest(controls):
         ids, finite = likeliest(params, hidden)
         return Sampled(ids, None, finite)
+    if controls.temperature is not None:
+        temperature = jnp.where(running, controls.temperature, 0.0)
+        controls = dataclasses.replace(controls, temperature=temperature)
     logits = head(params, hidden)
     return sample(logits, fed, positions, controls, logprobs=logprobs, top=top)
 

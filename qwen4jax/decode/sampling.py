@@ -128,7 +128,10 @@ def _perturb(
     if controls.min_p is not None:
         scores = jnp.where(scores >= jnp.log(controls.min_p)[:, None, None], scores, -jnp.inf)
     if controls.top_k is not None:
-        scores = truncate(scores, controls.top_k, controls.top_p)
+        # for a row that nothing is drawn from, the vocabulary would be sorted for nothing
+        none = controls.temperature == 0
+        top_k = jnp.where(none, 0, controls.top_k)
+        scores = truncate(scores, top_k, jnp.where(none, 1.0, controls.top_p))
     noise = jax.vmap(jax.vmap(_gumbel, (None, None, 0, None)), (0, 0, 0, None))
     drawn = scores + noise(controls.seed, controls.sample, positions, logits.shape[-1])
     return jnp.where(greedy, logits, drawn)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qwen4jax.decode import round as decode_round
+from qwen4jax.decode import sampling
 from qwen4jax.decode.options import Row, Sampling, make_controls
 from qwen4jax.decode.sampling import sample, takes_the_largest
 from qwen4jax.model import head, likeliest
@@ -84,10 +85,29 @@ def test_logits_are_written_only_where_they_are_read(monkeypatch, logprobs: bool
     params, places = t0(), jnp.ones((2, 3), jnp.int32)
     hidden = jax.random.normal(jax.random.key(6), (2, 3, params.config.hidden_size))
     controls = make_controls([Row(Sampling(temperature=0), 1)] * 2, 2, VOCAB)
-    got = decode_round._choose(params, hidden, places, places, controls, logprobs, 0)
+    running = jnp.ones(2, bool)
+    got = decode_round._choose(params, hidden, places, places, controls, running, logprobs, 0)
     want = sample(head(params, hidden), places, places, controls, logprobs=False)
     np.testing.assert_array_equal(got.ids, want.ids)
     assert (got.logprobs is not None) == logprobs
+
+
+def test_only_rows_that_are_drawn_from_are_truncated(monkeypatch):
+    """A freed slot's top-p, or a greedy row's, would have the vocabulary sorted for nobody."""
+    given: list[tuple[list[int], list[float]]] = []
+
+    def truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+        given.append((top_k.tolist(), np.round(top_p, 6).tolist()))
+        return scores
+
+    monkeypatch.setattr(sampling, "truncate", truncate)
+    params, places = t0(), jnp.ones((3, 1), jnp.int32)
+    hidden = jax.random.normal(jax.random.key(6), (3, 1, params.config.hidden_size))
+    rows = [Row(Sampling(temperature=t, top_k=7, top_p=0.5), 1) for t in (0.5, 0, 0.5)]
+    controls = make_controls(rows, 3, VOCAB)
+    running = jnp.asarray([True, True, False])
+    decode_round._choose(params, hidden, places, places, controls, running, False, 0)
+    assert given == [([7, 0, 0], [0.5, 1.0, 1.0])]
 
 
 @pytest.mark.parametrize("options", [dict(top_k=1), dict(top_p=1e-6), dict(temperature=0)], ids=str)
