@@ -166,12 +166,12 @@ def main(argv: list[str] | None = None) -> None:
     for (chain, name), compiled in zip(jobs, programs, strict=True):
         try:
             line, text = measure(chain, name, compiled.result(), args)
+            if line is not None:
+                text += keep_line(line, bandwidth, found, args.out)
         except NotImplementedError as e:
-            line, text = None, f"skipped: {e}"
+            text = f"skipped: {e}"
         except Exception as e:  # of a kernel's compilation or launch; the other rows go on
-            line, text = None, f"FAILED: {failure(e)}"
-        if line is not None:
-            text += keep_line(line, bandwidth, found, args.out)
+            text = f"FAILED: {failure(e)}"
         bad += text.startswith(("WRONG", "FAILED"))
         print(f"{chain.name:22} {chain.case:18} {name:16} {text}", flush=True)
     if bad:

@@ -20,7 +20,7 @@ from qwen4jax.pallas.registry import REFERENCE
 from qwen4jax.quant import Quantized
 
 _POISON = -123456789
-# results of which this much is fetched in no time are compared as often as the issues ask
+# a race between programs shows in one run of many: results are compared as often as takes no time
 _CHEAP, _OFTEN, _SELDOM = 64 << 20, 20, 3
 
 

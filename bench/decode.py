@@ -190,7 +190,7 @@ def measure(run: Run, program: tuple[Any, float], params: Params) -> dict:
     # the first rounds build the graph
     carry, _ = queue_rounds(call, carry, 3)
     groups = []
-    for _ in range(math.ceil(args.rounds / GROUP)):
+    for _ in range(max(math.ceil(args.rounds / GROUP), 1)):
         carry, group = queue_rounds(call, carry, GROUP)
         groups.append(group)
     walls = [g.wall_s for g in groups]
@@ -379,7 +379,7 @@ def scenarios(args: argparse.Namespace) -> list[argparse.Namespace]:
             setattr(one, name, value if name in NAMES else number(value))
         if one.acceptance is None:
             one.acceptance = 3.23 if one.draft == 3 else 1 + 0.74 * one.draft
-        one.live = one.live or one.batch
+        one.live = one.batch if one.live is None else one.live
         if not 1 <= one.live <= one.batch:
             raise SystemExit(f"--live: {one.live} is not in 1..{one.batch}, the batch")
         runs.append(one)

@@ -74,7 +74,7 @@ def _row(lines: list[dict]) -> dict:
     ]
     named = [line for line in same.values() if line["us"] < row["us"]]
     return row | {
-        "default": row["implementation"] in (preferred[0], "default"),
+        "default": row["implementation"] == preferred[0],
         "xla": xla,
         "public": public,
         "faster": fair[0] / row["us"] if fair else None,
@@ -85,7 +85,8 @@ def _row(lines: list[dict]) -> dict:
 def _preferred(line: dict) -> list[str]:
     """What is tried on the line's device for its number of rows, best first."""
     operation = registry.operations().get(line["op"])
-    names = operation.order(line["device"], line["rows"]) if operation else []
+    # a chain is of several operations, each by what is preferred for it
+    names = operation.order(line["device"], line["rows"]) if operation else ["default"]
     return [*names, registry.REFERENCE]
 
 

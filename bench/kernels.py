@@ -228,11 +228,11 @@ def main(argv: list[str] | None = None) -> None:
     for row in rows:
         try:
             line, text = measure(row, seed, args)
+            if line is not None:
+                text += keep_line(line, bandwidth, found, args.out)
+                timed += 1
         except Exception as e:  # of a kernel's launch; the other rows go on
-            line, text = None, f"FAILED: {failure(e)}"
-        if line is not None:
-            text += keep_line(line, bandwidth, found, args.out)
-            timed += 1
+            text = f"FAILED: {failure(e)}"
         bad += text.startswith(("WRONG", "FAILED"))
         print(f"{row.title}{text}", flush=True)
     print(f"# {timed} of {len(rows)} rows timed in {time.time() - begun:.1f} s", flush=True)

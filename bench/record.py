@@ -11,6 +11,17 @@ import jax
 RESULTS = Path(__file__).parent / "results"
 
 
+# of a line of decode.jsonl; behind it stands how keys and values are kept
+PLAIN = "flash_next layers=48 experts=nvfp4 index_share=share kv="
+
+
+def is_plain(line: dict) -> bool:
+    """Whether it is of greedy rounds of the released model as stored, in which every slot runs."""
+    # lines are older than modes
+    greedy = line.get("mode", "greedy") == "greedy"
+    return greedy and line["config"] in (f"{PLAIN}bf16", f"{PLAIN}e4m3")
+
+
 def stamp() -> dict:
     """Device, commit, jax and date of a line that is written now."""
     commit = (

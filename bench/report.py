@@ -29,12 +29,13 @@ COLUMNS = (
 
 ABOUT = (
     "Made by `python -m bench.report` from `decode.jsonl`; method in `bench/decode.py`.\n\n"
-    "The rounds are of the released geometry with random weights, greedy, their acceptance given. "
-    "The n-gram table is a stand-in of 3.2 GB on the device (`bytes_table`); the released one has "
-    "51 GB, and no round with it was timed. How later draft steps select tokens stands in the last "
-    "column: most lines are of `share`, while a `Config` says `fresh` unless told otherwise.\n\n"
-    "The lines of `prefill.jsonl` are by a script of the same code as `bench.prefill`, at the "
-    "commits that they name; the command itself was not yet run on a device."
+    "The rounds are of the released geometry with random weights, their acceptance given. Unless "
+    "the last column says otherwise they are greedy, and the n-gram table is a stand-in of 3.2 GB "
+    "on the device (`bytes_table`); the released one has 51 GB. The column says, too, how later "
+    "draft steps select tokens: most lines are of `share`, while a `Config` says `fresh` unless "
+    "told otherwise.\n\n"
+    "The lines of `prefill.jsonl` are by a script that is not in the repository, at the commits "
+    "that they name; `bench.prefill`, which does the same, was not yet run on a device."
 )
 THROUGHPUT = (
     "The newest line of each batch at 64k tokens of context, N = 3, beside what public engines "
@@ -59,7 +60,7 @@ TUNING = (
 
 def _stored(config: str) -> str:
     """What of a line's configuration says how drafts select and what is stored how."""
-    told = ("index_share=", "kv=", "draft_weights=", "draft_vocab=", "live=")
+    told = ("index_share=", "kv=", "draft_weights=", "draft_vocab=", "live=", "table")
     return " ".join(part for part in config.split() if part.startswith(told))
 
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from bench.parts import READ_BANDWIDTH, Part, floor_parts
-from bench.record import RESULTS
+from bench.record import RESULTS, is_plain
 from qwen4jax.config import Config, Quantization
 
 
@@ -86,17 +86,13 @@ def picture(record: dict, file: Path) -> None:
 
 
 def newest(device: str, batch: int = 1, context: int = 65536, draft: int = 3) -> dict:
-    """The last line of a device for greedy rounds of these sizes, with parts; all slots run."""
+    """The last line of a device for rounds of these sizes that `is_plain`, with parts."""
     sizes = dict(batch=batch, context=context, draft=draft)
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
     measured = [
         r
         for r in map(json.loads, lines)
-        # lines are older than modes
-        if r["parts_ms"]
-        and r.get("mode", "greedy") == "greedy"
-        and "live=" not in r["config"]
-        and all(r[name] == n for name, n in sizes.items())
+        if r["parts_ms"] and is_plain(r) and all(r[name] == n for name, n in sizes.items())
     ]
     if not measured:
         raise SystemExit(

@@ -11,18 +11,14 @@ import argparse
 import json
 from pathlib import Path
 
-from bench.record import RESULTS
-
-_CONFIG = "flash_next layers=48 experts=nvfp4 index_share=share kv="
+from bench.record import PLAIN, RESULTS, is_plain
 
 
 def by_batch(device: str) -> list[dict]:
     """The newest line of each batch, smallest first."""
     found: dict[int, dict] = {}
     for line in map(json.loads, (RESULTS / device / "decode.jsonl").read_text().splitlines()):
-        greedy = line.get("mode", "greedy") == "greedy"
-        stored = line["config"] in (_CONFIG + "bf16", _CONFIG + "e4m3")
-        if greedy and stored and (line["context"], line["draft"]) == (65536, 3):
+        if is_plain(line) and (line["context"], line["draft"]) == (65536, 3):
             found[line["batch"]] = line
     return [found[batch] for batch in sorted(found)]
 
@@ -39,14 +35,14 @@ def table(device: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     for line in by_batch(device):
-        kv = line["config"].removeprefix(_CONFIG)
+        kv = line["config"].removeprefix(PLAIN)
         rows.append(
             f"| qwen4jax {line['commit']} | 1 x {line['device'].removeprefix('NVIDIA ')} "
             f"| {line['batch']} | **{line['tokens_per_s_per_user']}** | **{line['tokens_per_s']}** "
             f"| {line['tokens_per_round']} tokens per round given; {kv} keys and values |"
         )
     for other in published():
-        name = f"[{other['engine']}]({other['source']})" if other["source"] else other["engine"]
+        name = f"[{other['engine']}]({other['source']})"
         rows.append(
             f"| {name} | {other['hardware']} | {other['users']} | {other['per_user']} "
             f"| {other['total']} | {other['differs']} |"
@@ -65,7 +61,8 @@ def picture(device: str, file: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5))
     users = [line["tokens_per_s_per_user"] for line in ours]
     total = [line["tokens_per_s"] for line in ours]
-    axes.plot(users, total, "o-", color="#1f4e8c", label="qwen4jax, one H200, by batch")
+    label = f"qwen4jax, one {ours[0]['device']}, by batch"
+    axes.plot(users, total, "o-", color="#1f4e8c", label=label)
     for line, x, y in zip(ours, users, total, strict=True):
         axes.annotate(str(line["batch"]), (x, y), xytext=(5, 5), textcoords="offset points")
     for number, other in enumerate(published()):

@@ -26,6 +26,9 @@ class Span(struct.PyTreeNode):
         block_slot: place of each such block in the pages; past their end where it does not end.
         block_cos, block_sin: rotary table of each block's first token, float32.
         page_table: pages of each row.
+        filled: for every place one that is filled, as `b * T + t`: itself where it is one. The
+            others are spread evenly over the rows that have some, and over their tokens; where no
+            row has one they stay themselves.
     """
 
     start: Int[Array, " B"]
@@ -42,29 +45,12 @@ class Span(struct.PyTreeNode):
     block_cos: Float[Array, "B N F"]
     block_sin: Float[Array, "B N F"]
     page_table: Int[Array, "B P"]
+    filled: Int[Array, "B T"]
 
     @property
     def valid(self) -> Bool[Array, "B T"]:
         """Which places are filled."""
         return self.index >= 0
-
-    def filled(self) -> Int[Array, "B T"]:
-        """For every place one that is filled, numbered `b * T + t`: itself where it is.
-
-        Places without a token are spread evenly over the rows that have some, and over their
-        tokens; where no row has one they stay themselves.
-        """
-        rows, places = self.index.shape
-        live = self.count > 0
-        row = jnp.arange(rows, dtype=jnp.int32)
-        rank = jnp.sum(live & (row < row[:, None]), axis=1, dtype=jnp.int32)
-        wanted = row % jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1)
-        # the live row of that rank; of B rows each looks at all: no sort, which is several launches
-        other = jnp.argmax(live & (rank == wanted[:, None]), axis=1).astype(jnp.int32)
-        taken = jnp.where(live | ~live.any(), row, other)
-        token = jnp.arange(places, dtype=jnp.int32)
-        within = token % jnp.maximum(self.count[taken], 1)[:, None]
-        return taken[:, None] * places + jnp.where(live.any(), within, token)
 
 
 def make_span(
@@ -123,7 +109,27 @@ def make_span(
         block_cos=block_cos,
         block_sin=block_sin,
         page_table=state.page_table,
+        filled=_filled(start, count, places),
     )
+
+
+def _filled(start: Int[Array, " B"], count: Int[Array, " B"], places: int) -> Int[Array, "B T"]:
+    """`Span.filled` of rows whose first place is not filled where they start at -1."""
+    first = jnp.where(start < 0, 1, 0)
+    tokens = jnp.maximum(count - first, 0)
+    live = tokens > 0
+    row = jnp.arange(len(start), dtype=jnp.int32)
+    rank = jnp.sum(live & (row < row[:, None]), axis=1, dtype=jnp.int32)
+    # the n-th row without a token takes the live row of rank n; each looks at all, for a sort would
+    # be several launches
+    wanted = (row - rank) % jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1)
+    other = jnp.argmax(live & (rank == wanted[:, None]), axis=1).astype(jnp.int32)
+    taken = jnp.where(live, row, other)
+    place = jnp.arange(places, dtype=jnp.int32)
+    skipped = first[taken][:, None]
+    within = skipped + (place - skipped) % jnp.maximum(tokens[taken], 1)[:, None]
+    own = row[:, None] * places + place
+    return jnp.where(live.any(), taken[:, None] * places + within, own)
 
 
 def member_rows(

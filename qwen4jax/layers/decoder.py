@@ -52,9 +52,9 @@ def decoder_layer(
         y, cache = delta_net(params.linear_attn, config, x, cache, span.count if final else None)
     residual = residual._replace(pending=(inject, y))
     x, inject, residual = read(params.mlp_hyper_connection, config, residual, capture=mlp)
-    # but for the end of a slot's pages, its speculative step has a token in every place
+    # a slot that speculates alone has a token in every place, but for the end of its pages or run
     some_empty = len(span.count) > 1 or (final and span.index.size > 1)
-    filled = span.filled() if some_empty else None
+    filled = span.filled if some_empty else None
     y, counter = moe(params.mlp, config, x, residual.counter, filled, capture=capture)
     residual = Residual(residual.streams, (inject, y), counter)
     if capture.wants("residual"):

@@ -1,7 +1,8 @@
 """What measured fastest, by kind of device: the preferences behind `registry`.
 
 A row (most rows, names) holds for calls of up to that many rows; the names are tried in order, and
-the reference after them. Every entry follows from lines of `bench/results/<device>/kernels.jsonl`.
+the reference after them. Every entry follows from lines of `bench/results/<device>/kernels.jsonl`,
+or, where the rest of a round decides, from rounds in `choices.jsonl` beside it.
 A kind that nobody has measured, but that the kernels compile for, borrows the rows of one that was
 (`BORROWED`), until somebody runs `python -m bench.kernels --released` there.
 """
@@ -26,6 +27,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
         "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),
+        # a launch less, which rounds show and single calls do not (`choices.jsonl`)
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
         "moe.experts": ((_VERIFY, ("triton", "triton_sorted")), (ANY, ("triton_sorted",))),
@@ -42,9 +44,11 @@ FASTEST: dict[str, dict[str, Rows]] = {
     }
 }
 
+# patterns of kinds: with wgmma, and after them
+HOPPER, BLACKWELL = r"H100|H200|H800|H20\b", r"B[23]00"
 # pattern of kinds without rows of their own -> whose they take: data-center GPUs from Hopper on,
 # which have the H200's 227 KB of shared memory for a program; consumers' Blackwell GPUs have 99
-BORROWED = {r"H100|H200|B[23]00": "NVIDIA H200"}
+BORROWED = {f"{HOPPER}|{BLACKWELL}": "NVIDIA H200"}
 
 
 def source(device: str) -> str | None:

@@ -35,9 +35,9 @@ from qwen4jax.pallas import measured
 REFERENCE = "reference"
 
 # of a `Kernel`: where wgmma is, or all that has TMA
-HOPPER: dict[str, Any] = {"devices": r"H100|H200|GH200", "devices_text": "a Hopper GPU"}
+HOPPER: dict[str, Any] = {"devices": measured.HOPPER, "devices_text": "a Hopper GPU"}
 TMA: dict[str, Any] = {
-    "devices": r"H100|H200|GH200|B[23]00",
+    "devices": f"{measured.HOPPER}|{measured.BLACKWELL}",
     "devices_text": "a GPU that has TMA, Hopper or later",
 }
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import jax
@@ -74,12 +74,12 @@ class DeviceLoop:
         self._inbox: list[Job] = []
         self._jobs: set[Job] = set()
         self._held = 0
+        self._live: dict[int, tuple[GenerateJob, int]] = {}
         self._released = False
         # the thread's own
         self._engine: Engine | None = None
         self._numbers = itertools.count()
         self._waiting: collections.deque[tuple[GenerateJob, int]] = collections.deque()
-        self._live: dict[int, tuple[GenerateJob, int]] = {}
         self._scores: collections.deque[ScoreJob] = collections.deque()
         self._scoring: ScoreJob | None = None
         self._text: Scoring | None = None
@@ -220,7 +220,8 @@ class DeviceLoop:
             job, sample = self._waiting.popleft()
             number = next(self._numbers)
             # first, so that it ends with the others if it cannot be admitted
-            self._live[number] = job, sample
+            with self._wake:
+                self._live[number] = job, sample
             engine.admit(number, job.requests[sample])
             self._metrics.queue_time.observe(time.perf_counter() - job.accepted)
             self._metrics.prompt_tokens.inc(len(job.requests[sample].ids))
@@ -276,12 +277,13 @@ class DeviceLoop:
             job.mailbox.put(Gain(sample, delta, None))
             return
         row = self._engine.finished.pop(delta.request)
-        del self._live[delta.request], self._last_token[delta.request]
+        del self._last_token[delta.request]
         if row.rounds:
             metrics.tokens_per_round.observe((len(row.ids) - 1) / row.rounds)
         if delta.finish_reason == "error":
             metrics.non_finite.inc()
             self._note(f"sample {sample} of {job.request_id}: logits were not finite")
+            self._free(job, [delta.request])
             self._end(job, internal(f"sample {sample}: logits were not finite"))
             return
         times = Times(
@@ -290,7 +292,7 @@ class DeviceLoop:
             decode=row.seconds("first", "last"),
             rounds=row.rounds,
         )
-        self._free(job, 1)
+        self._free(job, [delta.request])
         job.mailbox.put(Gain(sample, delta, times))
 
     def _drop_ended(self) -> None:
@@ -310,25 +312,27 @@ class DeviceLoop:
         self._scores = collections.deque(one for one in self._scores if one is not job)
         if self._scoring is job:
             self._scoring = self._text = None
-        for number in [n for n, (owner, _) in self._live.items() if owner is job]:
-            del self._live[number]
+        numbers = [n for n, (owner, _) in self._live.items() if owner is job]
+        for number in numbers:
             self._last_token.pop(number, None)
             if self._engine is not None:
                 self._engine.cancel(number)
                 del self._engine.finished[number]
-        self._free(job, job.places)
+        self._free(job, numbers, waiting=job.places - len(numbers))
         if last is not None:
             job.mailbox.put(last)
 
-    def _free(self, job: Job, places: int) -> None:
-        """Gives places back.
+    def _free(self, job: Job, numbers: Sequence[int], *, waiting: int = 0) -> None:
+        """Gives back the slots of some samples and places that wait.
 
         Before the job is told that it ended: who has an answer finds its place free, and no
         trace of it in the status.
         """
         with self._wake:
-            self._held -= places
-            job.places -= places
+            for number in numbers:
+                del self._live[number]
+            self._held -= len(numbers) + waiting
+            job.places -= len(numbers) + waiting
             if not job.places:
                 self._jobs.discard(job)
                 # not yet looked at, and ended already

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import acceptance, decode, report, roofline
+from bench.record import PLAIN
 
 ROOT = Path(__file__).parents[2]
 FIELDS = (
@@ -72,9 +73,10 @@ def test_a_run_writes_a_line_with_every_field(tmp_path: Path):
     assert record["rounds"] == 24
 
 
-def test_more_slots_that_run_than_there_are():
-    with pytest.raises(SystemExit, match=r"--live: 3 is not in 1\.\.2, the batch"):
-        decode.scenarios(decode.parse(["--run", "batch=2,live=3"]))
+@pytest.mark.parametrize("live", [0, 3])
+def test_slots_that_run_are_some_of_the_batch(live: int):
+    with pytest.raises(SystemExit, match=rf"--live: {live} is not in 1\.\.2, the batch"):
+        decode.scenarios(decode.parse(["--run", f"batch=2,live={live}"]))
 
 
 def test_a_run_of_an_unknown_mode_is_refused(capsys):
@@ -119,14 +121,19 @@ def test_the_drafted_vocabulary_and_the_mode_stand_in_the_report():
 
 
 def test_rounds_of_other_modes_are_not_mixed_with_greedy_ones(monkeypatch, tmp_path: Path):
-    sizes = dict(config="x", batch=1, context=65536, draft=3, parts_ms={"a (verify)": 1.0})
+    sizes = dict(
+        config=PLAIN + "bf16", batch=1, context=65536, draft=3, parts_ms={"a (verify)": 1.0}
+    )
     lines = [sizes, sizes | {"mode": "greedy"}, sizes | {"mode": "server"}]
+    lines += [
+        sizes | {"config": f"{sizes['config']} {more}"} for more in ("table=pinned", "live=1")
+    ]
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "decode.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     for module in (report, roofline):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     assert roofline.newest("a") == lines[1]
-    assert list(report.measured_runs("a").values()) == [lines[:2], lines[2:]]
+    assert list(report.measured_runs("a").values()) == [lines[:2], *([line] for line in lines[2:])]
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():

@@ -10,6 +10,7 @@ import pytest
 
 from bench import chain_attention, chains, peers
 from qwen4jax.config import Config
+from tests.bench.public_rows import kinds
 
 FIELDS = (
     "op case rows implementation us bytes bandwidth_fraction peer peer_us device commit".split()
@@ -124,8 +125,6 @@ def test_released_chains_have_public_rows_but_one_of_each():
         ("sparse_attention.chain", "16_rows_56k"),
         ("gated_delta.chain", "verify_commit_16"),
     ]
-    from tests.bench.test_peers import kinds
-
     named = {(term.group, term.case) for terms in found.values() for term in terms}
     assert named <= kinds()
 

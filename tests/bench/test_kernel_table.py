@@ -20,6 +20,8 @@ def test_the_table_compares_the_default_with_its_own_run(monkeypatch, tmp_path: 
         line | dict(case="lm_head_1", implementation="triton", us=30.0),
         line | dict(case="lm_head_32", implementation="reference", us=7.0, commit="old"),
         line | dict(case="one_row", implementation="triton", us=1.0),
+        line | dict(op="gated_delta.chain", implementation="default", us=10.0),
+        line | dict(op="gated_delta.chain", implementation="reference", us=30.0),
     ]
     (tmp_path / "a").mkdir()
     (tmp_path / "a/kernels.jsonl").write_text("\n".join(map(json.dumps, given)))
@@ -32,6 +34,7 @@ def test_the_table_compares_the_default_with_its_own_run(monkeypatch, tmp_path: 
     # times of another run say whose they are, and nothing is faster
     assert "| **30.00** | 50% | triton | new | 90.00 (old) | 500.00 (old) | theirs |  |  |" in text
     assert "| **7.00** | 50% | reference (not the default) | old |  |  |  |  |  |" in text
+    assert "| **10.00** | 50% | default | new | 30.00 |  |  | 3.0x |  |" in text
     assert "one_row" not in text
     assert kernel_table.section("b") == ""
     kernel_table.picture(kernel_table.ranked(kernel_table.measured("a")), tmp_path / "kernels.png")

@@ -18,6 +18,10 @@ LINE = dict(
 )
 
 
+def test_what_others_publish_has_a_source():
+    assert all(one["source"].startswith("https://") for one in throughput.published())
+
+
 def test_the_newest_line_of_each_batch_counts(monkeypatch, tmp_path: Path):
     new = LINE | dict(tokens_per_s_per_user=200.0, tokens_per_s=200.0, commit="new")
     lines = [

@@ -28,7 +28,7 @@ def ended(results: list[Any]) -> tuple[int, int]:
 
 def test_streams_and_a_queue_within_the_grace(start: Start):
     """SRV-10: four streams on a device that stalls, three that wait; each gets an end."""
-    with start("--grace", "5") as server, server.ready().client() as client:
+    with start("--grace", "15") as server, server.ready().client() as client:
         endless = lambda: client.generate([7], **ENDLESS)  # noqa: E731
         stalls = lambda: client.generate([6], **ENDLESS, **fault("stall=3600"))  # noqa: E731
         with in_background(*[endless] * 3) as running:
