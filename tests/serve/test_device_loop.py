@@ -106,6 +106,11 @@ def loop(load: Callable[[], Any]) -> DeviceLoop:
     return made
 
 
+def until_it_serves(device: DeviceLoop) -> None:
+    until(lambda: device.phase is not Phase.LOADING)
+    assert device.phase is Phase.SERVING, device.detail
+
+
 def test_a_device_that_cannot_begin():
     """It fails with the reason, and takes nothing."""
 
@@ -188,7 +193,7 @@ def model(*, broken: bool = False, may_fail: bool = True) -> types.SimpleNamespa
     event = threading.Event()
     if may_fail:
         event.set()
-    return types.SimpleNamespace(parameter_bytes=1, broken=broken, may_fail=event)
+    return types.SimpleNamespace(parameter_bytes=1, notes=(), broken=broken, may_fail=event)
 
 
 async def end_of(job: Job) -> Any:
@@ -198,7 +203,7 @@ async def end_of(job: Job) -> Any:
 def test_what_cannot_be_admitted_ends_and_the_next_is_served(faked: list[FakeEngine]):
     async def main() -> None:
         serving = loop(model)
-        until(lambda: serving.phase is Phase.SERVING)
+        until_it_serves(serving)
         bad = GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None)
         good = GenerateJob("good", [request(3)], deadline=None)
         serving.submit(bad)
@@ -234,7 +239,7 @@ def test_who_is_told_the_end_finds_the_place_free(
     async def main() -> None:
         serving = DeviceLoop(model, slots=1, queue=0, metrics=metrics)
         serving.start()
-        until(lambda: serving.phase is Phase.SERVING)
+        until_it_serves(serving)
         jobs = (
             GenerateJob("good", [request(3)], deadline=None),
             ScoreJob("scored", [1, 2], (), deadline=None),
@@ -258,7 +263,7 @@ def test_what_is_accepted_is_seen_at_once(faked: list[FakeEngine]):
         served = model(may_fail=False)
         serving = DeviceLoop(lambda: served, slots=1, queue=2, metrics=metrics)
         serving.start()
-        until(lambda: serving.phase is Phase.SERVING)
+        until_it_serves(serving)
         jobs = [GenerateJob(str(n), [Request(0, 0, (666,), LONG)], deadline=None) for n in range(3)]
         for count, job in enumerate(jobs, start=1):
             serving.submit(job)
@@ -280,7 +285,7 @@ def test_a_hold_ends_with_its_release_or_with_a_job(faked: list[FakeEngine]):
 
     async def main() -> None:
         serving = loop(model)
-        until(lambda: serving.phase is Phase.SERVING)
+        until_it_serves(serving)
         for ends in ("release", "cancel", "deadline", "release before it begins"):
             if ends == "release before it begins":
                 serving.release()
@@ -309,7 +314,7 @@ def test_a_device_that_does_not_come_back(faked: list[FakeEngine]):
     async def main() -> None:
         served = model(broken=True, may_fail=False)
         failing = loop(lambda: served)
-        until(lambda: failing.phase is Phase.SERVING)
+        until_it_serves(failing)
         bad = GenerateJob("bad", [Request(0, 0, (666,), LONG)], deadline=None)
         behind = GenerateJob("behind", [request(3)], deadline=None)
         failing.submit(bad)
