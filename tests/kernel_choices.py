@@ -7,6 +7,23 @@ from unittest import mock
 
 from qwen4jax.pallas import registry
 
+# operations of a round and of a prefill, of either alone: without them another program was traced
+BOTH = {
+    "compress_and_store.prepare_and_store",
+    "gated_residual.boundary",
+    "gated_residual.update",
+    "index_score",
+    "index_topk",
+    "moe.experts",
+    "moe.router",
+    "ple.embed",
+    "ple.mix",
+    "skinny_matmul",
+    "skinny_matmul.projections",
+    "sparse_attention",
+}
+ROUND = {"gated_delta.step", "gated_delta.commit", "skinny_matmul.argmax"}
+PREFILL = {"gated_delta.chunks"}
 # operations of the model whose reference runs on an H200, as far as no other is preferred for the
 # rows of the call (`measured.py`): why
 WITHOUT_KERNEL = {
