@@ -26,7 +26,10 @@ FASTEST: dict[str, dict[str, Rows]] = {
         "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")),),
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
-        "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),
+        "gated_residual.boundary": (
+            (8, ("triton_one", "triton_few", "triton")),
+            (ANY, ("triton",)),
+        ),
         # a launch less, which rounds show and single calls do not (`choices.jsonl`)
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
