@@ -22,8 +22,8 @@ _FEW_TRITON: Rows = ((_DECODE, ("triton",)),)
 FASTEST: dict[str, dict[str, Rows]] = {
     "NVIDIA H200": {
         "skinny_matmul": _FEW_TRITON,
-        "skinny_matmul.projections": _FEW_TRITON,
-        "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")),),
+        "skinny_matmul.projections": ((_VERIFY, ("triton",)),),
+        "skinny_matmul.argmax": ((_VERIFY, ("triton", "separate")),),
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
         "gated_residual.boundary": (
