@@ -96,7 +96,7 @@ class Store:
             raise SystemExit(f"{folder}: no {_RECORD}, so no programs were written there")
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps(made, indent=1) + "\n")
+            _write_whole(record, (json.dumps(made, indent=1) + "\n").encode())
         self._seal = hashlib.sha256(record.read_bytes()).hexdigest()
 
     def place(self, tree: Any) -> Any:
@@ -137,10 +137,7 @@ class Store:
             binary, *trees = serialize_executable.serialize(program)
             programs[name] = binary, [_parts(tree) for tree in trees]
         body = pickle.dumps((programs, kept.facts, kept.refused))
-        part = file.with_suffix(".part")
-        part.write_bytes(lzma.compress(pickle.dumps((self._seal, key, body))))
-        # a compilation that is broken off leaves no half of a program
-        part.replace(file)
+        _write_whole(file, lzma.compress(pickle.dumps((self._seal, key, body))))
 
     def _load(self, file: Path, key: Key) -> Kept:
         seal, of, body = pickle.loads(lzma.decompress(file.read_bytes()))
@@ -155,6 +152,13 @@ class Store:
             for name, (binary, trees) in programs.items()
         }
         return Kept(loaded, facts, refused, ahead=True)
+
+
+def _write_whole(file: Path, data: bytes) -> None:
+    """Writes a file that nobody sees before it is complete."""
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(file)
 
 
 def _parts(tree: Any) -> tuple[Any, list]:
@@ -226,6 +230,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only compile, for this kind of device, and write --programs: needs no device; of "
         + ", ".join(TARGETS),
     )
+
+
+def jobs(args: argparse.Namespace, beside_a_device: int) -> int:
+    """Threads that compile: without a device as many as there are cores."""
+    return (os.cpu_count() or 1) if args.compile_for else beside_a_device
 
 
 def store(args: argparse.Namespace) -> Store:

@@ -209,11 +209,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--repeats", type=int, help="runs that must agree bit for bit")
-    parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="threads that compile; by default 12, without a device one per core",
+    )
     parser.add_argument("--out", help="folder of kernels.jsonl; by default bench/results/<device>")
     parser.add_argument("--peers", type=Path, help="JSON of the peers; by default they are run")
     ahead.add_arguments(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.jobs = args.jobs or ahead.jobs(args, 12)
+    return args
 
 
 if __name__ == "__main__":

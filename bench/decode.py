@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         params = build(config, table=args.table)
         print(f"built in {time.time() - started:.1f} s", flush=True)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(ahead.jobs(args, 8)) as pool:
         rounds = pool.map(lambda run: round_of(run, store, params), runs)
         routes = list(pool.map(lambda run: routes_of(run, store, params), runs))
     if args.compile_for:

@@ -313,12 +313,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="runs that must agree bit for bit; by default 20, but 3 of the reference and of "
         "results over 64 MiB",
     )
-    parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="threads that compile; by default 12, without a device one per core",
+    )
     parser.add_argument("--seed", type=int, help="of the checked inputs; by default the time")
     parser.add_argument("--out", help="folder of kernels.jsonl; by default bench/results/<device>")
     parser.add_argument("--peers", type=Path, help="JSON of the peers; by default they are run")
     ahead.add_arguments(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.jobs = args.jobs or ahead.jobs(args, 12)
+    return args
 
 
 if __name__ == "__main__":
