@@ -16,7 +16,6 @@ read none that others made.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -107,22 +106,21 @@ class Store:
     def get(self, key: Key, compile: Callable[[], Kept]) -> Kept:
         """What belongs to `key`: loaded from the folder, or what `compile` gives.
 
-        For another device it is written, and what is already there is left.
+        With a target it is written, what is already there is left, and no programs come back.
 
         Raises:
             ValueError: the file of that name is not of the folder, or of another key.
+            Exception: whatever `compile` raises; nothing is written then.
         """
         file = self._file(key)
         if file is not None and file.exists():
-            return Kept() if self.target else self._load(file, key)
-        with registry.using(device=self.target) if self.target else contextlib.nullcontext():
-            try:
-                kept = compile()
-            except NotImplementedError as e:
-                kept = Kept(refused=str(e))
-        if file is None or not self.target:
-            return kept
-        self._write(file, key, kept)
+            return self._load(file, key)
+        if self.target is None:
+            return compile()
+        with registry.using(device=self.target):
+            kept = compile()
+        if file is not None:
+            self._write(file, key, kept)
         return Kept(refused=kept.refused)
 
     def _file(self, key: Key) -> Path | None:
@@ -145,6 +143,8 @@ class Store:
             what = f"it is of {of}, not of {key}" if of != key else f"not made with {_RECORD}"
             raise ValueError(f"{file}: {what}")
         programs, facts, refused = pickle.loads(body)
+        if self.target:
+            return Kept(refused=refused)
         here = jax.devices()[:1]
         load = serialize_executable.deserialize_and_load
         loaded = {
@@ -152,6 +152,18 @@ class Store:
             for name, (binary, trees) in programs.items()
         }
         return Kept(loaded, facts, refused, ahead=True)
+
+
+def or_refused(compile: Callable[[], Kept]) -> Callable[[], Kept]:
+    """`compile`, of which NotImplementedError is a result: what keeps the implementation away."""
+
+    def compiled() -> Kept:
+        try:
+            return compile()
+        except NotImplementedError as e:
+            return Kept(refused=str(e))
+
+    return compiled
 
 
 def _write_whole(file: Path, data: bytes) -> None:

@@ -133,7 +133,8 @@ def kept_of(chain: Chain, implementation: str, small: bool, store: Store) -> Kep
     """A chain's programs."""
     size = "small" if small else "released"
     key = "chain", chain.name, chain.case, size, f"links={chain.links}", implementation
-    return store.get(key, lambda: compile_chain(chain, implementation, store))
+    compile_it = lambda: compile_chain(chain, implementation, store)  # noqa: E731
+    return store.get(key, ahead.or_refused(compile_it))
 
 
 def chains(args: argparse.Namespace) -> list[Chain]:

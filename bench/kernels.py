@@ -145,9 +145,8 @@ def plan_rows(
                 pool = few if name == "reference" else beside
                 compile_row = functools.partial(prepare, operation, facts, name, args.calls)
                 key = ("kernel", *of, name, f"calls={args.calls}")
-                rows.append(
-                    Row(operation, case, name, pool.submit(store.get, key, compile_row), judge)
-                )
+                programs = pool.submit(store.get, key, ahead.or_refused(compile_row))
+                rows.append(Row(operation, case, name, programs, judge))
     return rows
 
 

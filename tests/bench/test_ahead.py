@@ -39,6 +39,7 @@ def test_rows_are_loaded_and_what_is_missing_is_compiled(tmp_path: Path, monkeyp
     # again: nothing is to do
     kernels.main([*ROWS, "--case", "^one_row$", *folder, "--compile-for", "cpu"])
     assert seen == []
+    assert "skipped: skinny_matmul: 'triton' needs an NVIDIA GPU" in capsys.readouterr().out
     kernels.main([*ROWS, "--case", "^(one_row|ratio_8)$", *folder, "--out", str(tmp_path)])
     assert seen == ["index_topk"]
     loaded, compiled = lines(tmp_path)
