@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from bench.operations import Inputs, Operation
 from bench.traffic import size
+from qwen4jax.pallas import registry
 
 # what the copies of a rotation cover: more than twice the 60 MB of an H200's cache
 COLD = 130e6
@@ -72,8 +73,8 @@ def plan(operation: Operation, arrays: Inputs, out: Any, nbytes: int, calls: int
 
 
 def compile_options() -> dict | None:
-    """Of a program that is one graph of serial kernels."""
-    return None if jax.default_backend() == "cpu" else SERIAL
+    """Of a program that is one graph of serial kernels, on the device that is compiled for."""
+    return None if registry.device_kind() == "cpu" else SERIAL
 
 
 def chain(operation: Operation, call: Callable[[Inputs], Any], plan: Plan) -> Any:
@@ -113,8 +114,13 @@ def _keep(operation: Operation, carried: list, results: list, place: int, value:
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Shapes of arrays; shapes stay, with the place that they may have."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        given = isinstance(x, jax.ShapeDtypeStruct)
+        return x if given else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map(one, tree)
 
 
 def divide(operation: Operation, arrays: Inputs) -> tuple[Inputs, Inputs]:
