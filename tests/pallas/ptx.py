@@ -156,7 +156,7 @@ def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray
 # of the program under way: programs run one after the other
 _shared: list[np.ndarray] = []
 # what only asks the cache for bytes, in all threads or in one
-_NO_RESULT = r"prefetch|%tid|setp\.eq"
+_NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,

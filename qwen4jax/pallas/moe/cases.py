@@ -130,6 +130,8 @@ CASES = (
     _experts("fp8_two_warps", 2, 4, 2, 128, 192, BF16, form="fp8"),
     _experts("fp8_split_blocks", 1, 3, 2, 256, 64, BF16, form="fp8"),
     _experts("bfloat16_two_warps", 2, 4, 2, 64, 32, BF16),
+    # more steps than the cache is asked for at once
+    _experts("bfloat16_asked", 2, 3, 1, 2048, 192, BF16, shared=True),
     _experts("fp8_few_edge_blocks", 1, 4, 2, 144, 136, form="fp8"),
     _experts("fp8_many", 9, 4, 2, 32, 16, form="fp8"),
     _experts("shared_many", 9, 4, 2, 32, 16, shared=True),

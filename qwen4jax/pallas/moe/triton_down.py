@@ -9,6 +9,7 @@ be a long tail of few programs: it has a launch of its own (`triton_sum.py`).
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.moe.triton_ask import ask
 from qwen4jax.pallas.moe.triton_groups import members
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
@@ -107,6 +108,7 @@ def _routed_down(
     FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
+    ASKED: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """16 W columns of the parts of a tile of pairs, if there is one."""
@@ -125,6 +127,8 @@ def _routed_down(
     else:
         lead, pairs = members(ids, expert, place, T, K, KP)
     if lead:
+        if ASKED > 0:
+            ask(weight, expert * D + row, AHEAD, F // C, F, C, False, W)
         if FORM == NVFP4:
             # before the products, which need not wait for it
             factor = tl.load(scale_2 + expert) * PRODUCT_UP
@@ -159,6 +163,7 @@ def down_kernel(
     FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
+    ASKED: tl.constexpr,
     SHARED: tl.constexpr,
     LISTED: tl.constexpr,
     SUM: tl.constexpr,
@@ -193,6 +198,7 @@ def down_kernel(
         FORM: stored form.
         W: warps.
         AHEAD: steps asked for ahead.
+        ASKED: whether the cache is asked for the other steps, if not 0; of bfloat16 alone.
         SHARED: groups of 8 tokens for the shared expert, or 0.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         SUM: whether to add up; otherwise `out` is left as it is.
@@ -223,6 +229,7 @@ def down_kernel(
             FORM,
             W,
             AHEAD,
+            ASKED,
             LISTED,
         )
     if SUM:

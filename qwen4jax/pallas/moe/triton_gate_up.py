@@ -14,6 +14,13 @@ Slower were two warps a program, which makes it one wave (64.2 us), loads held a
 their step by a barrier (51.8), and having the cache get what the second product reads (52.1 against
 49.0).
 
+Latency and instructions bound it more than memory does. Of 42.0 us for 4 tokens and 198.6 for 32,
+34.8 and 158.5 are left if all programs read the same two experts, from the cache. Slower were
+bounds on registers, which let more programs run at once (72 of them: 43.1 against 42.4, 64: 48.4),
+and one launch of programs that stay, whose warps copy weights to shared memory two pieces ahead
+(67.9 against 42.0). One launch of both products, where the programs of down wait for their expert,
+took 42.7 us in a round against 43.2, no more than the counters that it needs are worth.
+
 The shared expert has programs in the same launches, the first ones, because theirs are the longest.
 Its hidden values stand behind those of the pairs, as if it were one more choice of every token.
 """
@@ -21,6 +28,7 @@ Its hidden values stand behind those of the pairs, as if it were one more choice
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.moe.triton_ask import ask
 from qwen4jax.pallas.moe.triton_groups import members
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
@@ -66,6 +74,7 @@ def _gate_up(
     up,
     up_scale,
     early,
+    at,
     D: tl.constexpr,
     C: tl.constexpr,
     L: tl.constexpr,
@@ -73,11 +82,13 @@ def _gate_up(
     W: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
+    ASKED: tl.constexpr,
 ):
     """Sums [16, 8] of 16 rows of gate and of up with 8 tokens; `early` are the first EARLY steps.
 
     Columns of pairs that are none are some token's, and are stored nowhere: no column reaches
     another, and no load waits to be known as needed.
+    The cache is asked for ASKED steps further than AHEAD, four at a time: `at` says where they are.
     The warps split the columns, one chunk of every W each, so that a program asks for whole rows
     together; their sums are added in the order of the warps.
     """
@@ -93,10 +104,27 @@ def _gate_up(
         if i + AHEAD < STEPS:
             more = _load_pair(gate, gate_scale, up, up_scale, i + AHEAD, D, C, L, FORM, W)
             loaded = loaded + more
+        if ASKED > 0 and i > 0 and i % 4 == 0:
+            _ask_pair(at, i + AHEAD + ASKED - 4, i + AHEAD + ASKED, D, C, W)
         chunk = load_tokens(xs + i * (C * W), C, W)
         g = product(loaded[4 * i], loaded[4 * i + 1], chunk, g, FORM, W)
         u = product(loaded[4 * i + 2], loaded[4 * i + 3], chunk, u, FORM, W)
     return tl.split(tl.sum(tl.join(g, u), 0))
+
+
+@triton.jit
+def _ask_pair(
+    at,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Asks for steps of 16 rows of gate and of up: `at` has both, and their first rows."""
+    gate, gate_row, up, up_row = at
+    ask(gate, gate_row, FIRST, LAST, D, C, True, W)
+    ask(up, up_row, FIRST, LAST, D, C, True, W)
 
 
 @triton.jit
@@ -128,7 +156,7 @@ def _shared_gate_up(
     w2 = weight_pointers(up, row * 16, D, C, C, True, W)
     AHEAD: tl.constexpr = min(SHARED_AHEAD, D // (C * W))
     there = tl.minimum(token, T - 1)
-    g, u = _gate_up(x, there, w1, w1, w2, w2, (), D, C, C, BF16, W, 0, AHEAD)
+    g, u = _gate_up(x, there, w1, w1, w2, w2, (), (), D, C, C, BF16, W, 0, AHEAD, 0)
     _store_hidden(hidden, g, u, tl.where(token < T, T * K + token, -1), row, F)
 
 
@@ -151,6 +179,7 @@ def _routed_gate_up(
     FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
+    ASKED: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """16 columns of the hidden values of a tile of pairs, if there is one."""
@@ -170,13 +199,19 @@ def _routed_gate_up(
         lead = chosen >= 0
     else:
         lead, pairs = members(ids, expert, place, T, K, KP)
+    here = expert * (2 * F) + row * 16
+    at = weight, here, weight, here + F
     if lead:
+        if ASKED > 0:
+            _ask_pair(at, AHEAD, AHEAD + ASKED, D, C, W)
         token = tl.maximum(pairs, 0) // K
         if FORM == NVFP4:
             # before the products, which need not wait for them
             gate_total = tl.load(scale_2 + expert * 2) * PRODUCT_UP
             up_total = tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
-        g, u = _gate_up(x, token, w, s, up, up_scale, early, D, C, L, FORM, W, EARLY, AHEAD)
+        g, u = _gate_up(
+            x, token, w, s, up, up_scale, early, at, D, C, L, FORM, W, EARLY, AHEAD, ASKED
+        )
         if FORM == NVFP4:
             g *= gate_total
             u *= up_total
@@ -205,6 +240,7 @@ def gate_up_kernel(
     FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
+    ASKED: tl.constexpr,
     SHARED: tl.constexpr,
     LISTED: tl.constexpr,
     COUNTERS: tl.constexpr,
@@ -232,6 +268,7 @@ def gate_up_kernel(
         FORM: stored form.
         W: warps.
         AHEAD: steps asked for ahead.
+        ASKED: steps that the cache is asked for further ahead; of bfloat16 alone.
         SHARED: groups of 8 tokens for the shared expert, or 0.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         COUNTERS: a power of two.
@@ -245,5 +282,23 @@ def gate_up_kernel(
     else:
         stored = (weight, scale, scale_2)
         _routed_gate_up(
-            x, ids, tiles, stored, hidden, row, place, T, K, KP, D, F, C, L, FORM, W, AHEAD, LISTED
+            x,
+            ids,
+            tiles,
+            stored,
+            hidden,
+            row,
+            place,
+            T,
+            K,
+            KP,
+            D,
+            F,
+            C,
+            L,
+            FORM,
+            W,
+            AHEAD,
+            ASKED,
+            LISTED,
         )

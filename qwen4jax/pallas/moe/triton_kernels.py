@@ -18,6 +18,9 @@ from qwen4jax.pallas.triton_call import triton_call
 # tiles from a list, which keep the GPU's memory busy for longer than it takes to fill registers
 AHEAD_FEW = 1, 2
 AHEAD_LISTED = 2, 3
+# and of rows of bfloat16, for further steps of which the cache is asked
+AHEAD_PLAIN = 4, 4
+ASKED_PLAIN = 8
 
 
 def route(logits, k, *, renormalize):
@@ -93,8 +96,10 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         return jnp.zeros(x.shape, out_dtype)
     form = limits.form(gate_up) or ""
     columns, elements = limits.CHUNKS[form]
-    gate_up_ahead, down_ahead = AHEAD_FEW if tokens <= limits.FEW_TOKENS else AHEAD_LISTED
     listed, summed = tokens > limits.FEW_TOKENS, tokens <= limits.SUM_TOKENS
+    gate_up_ahead, down_ahead = AHEAD_LISTED if listed else AHEAD_FEW
+    if form == "bf16":
+        gate_up_ahead, down_ahead = AHEAD_PLAIN
     groups = -(-tokens // 8) if shared is not None else 0
     # what is never read has to be something, too
     gate, up, own_down, logit = shared if shared is not None else (x, x, x, weights)
@@ -108,6 +113,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         C=columns,
         L=elements,
         FORM=form,
+        ASKED=ASKED_PLAIN if form == "bf16" else 0,
         LISTED=listed,
     )
     rows = tokens * choices + (tokens if groups else 0)
