@@ -42,7 +42,6 @@ def simulated() -> Iterator[None]:
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         mock.patch.object(mosaic_hopper, "stages_of", _one_after_the_other),
         mock.patch.object(mosaic_chunks, "accumulate", lambda run, *shape: run(_Sum(shape))),
-        mock.patch.object(mosaic_chunks, "order_accesses"),
         mock.patch.object(plgpu, "wgmma", _of_sums(plgpu.wgmma)),
         mock.patch.object(plgpu, "copy_gmem_to_smem", _noting(plgpu.copy_gmem_to_smem, 0)),
         mock.patch.object(plgpu, "copy_smem_to_gmem", _noting(plgpu.copy_smem_to_gmem, 1)),

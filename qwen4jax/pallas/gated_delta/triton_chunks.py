@@ -265,6 +265,20 @@ def prepared(qkv, a, b, weights, conv, count, *, heads, key_heads, key):
     return history, (mixed, *more)
 
 
+def finished(raw, z, norm, count, activation, eps, heads):
+    """The outputs: norm of each head, times the gate."""
+    rows, places, width = z.shape
+    return triton_call(
+        raw, z, norm, count,
+        kernel=finish_kernel,
+        name=f"gated_delta_finish_{rows}x{places}",
+        out=jax.ShapeDtypeStruct(z.shape, z.dtype),
+        grid=(heads, triton.cdiv(places, _FINISH_TOKENS), rows),
+        T=places, V=heads, E=width // heads, TB=_FINISH_TOKENS,
+        EPS=eps, SIGMOID=activation == "sigmoid",
+    )  # fmt: skip
+
+
 def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     """See `qwen4jax.pallas.gated_delta.chunks`."""
     rows, places, width = qkv.shape
@@ -272,12 +286,11 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     sizes = dict(heads=heads, key_heads=key_heads, key=key)
     history, given = prepared(qkv, a, b, weights, state.conv, count, **sizes)
     like = jax.ShapeDtypeStruct
-    label = f"{rows}x{places}"
     part = min(_RECUR_CHANNELS, value)
     recurrent, raw = triton_call(
         *given, count, state.recurrent,
         kernel=recur_kernel,
-        name=f"gated_delta_recur_{label}",
+        name=f"gated_delta_recur_{rows}x{places}",
         out=(like(state.recurrent.shape, jnp.float32), like(z.shape, jnp.bfloat16)),
         grid=(heads * (value // part), rows),
         num_warps=_RECUR_WARPS,
@@ -286,13 +299,5 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         T=places, N=triton.cdiv(places, CHUNK.value), H=key_heads, V=heads, K=key, C=width,
         E=value, EB=part,
     )  # fmt: skip
-    out = triton_call(
-        raw, z, weights.norm, count,
-        kernel=finish_kernel,
-        name=f"gated_delta_finish_{label}",
-        out=like(z.shape, qkv.dtype),
-        grid=(heads, triton.cdiv(places, _FINISH_TOKENS), rows),
-        T=places, V=heads, E=value, TB=_FINISH_TOKENS,
-        EPS=eps, SIGMOID=activation == "sigmoid",
-    )  # fmt: skip
+    out = finished(raw, z, weights.norm, count, activation, eps, heads)
     return out, dataclasses.replace(state, conv=history, recurrent=recurrent)

@@ -63,22 +63,22 @@ def _four(at, N: tl.constexpr):
 
 
 @triton.jit
-def _invert_blocks(m, G: tl.constexpr, COLUMNS: tl.constexpr):
-    """In place: `A` in each diagonal block of 16 rows becomes `(I + A)^-1`, for `G` heads.
+def _invert_blocks(m, heads):
+    """In place: `A` in each diagonal block of 16 rows becomes `(I + A)^-1`, for one or two heads.
 
-    A thread solves for columns, row by row: nothing passes between threads. There are at least as
-    many columns as threads, the last head's again where need be, as Triton gives a load of 16 bytes
-    only to a tensor that has four values for each of them.
+    A thread solves for a column, row by row: nothing passes between threads. For one head two do
+    for the same one, as Triton gives a load of 16 bytes only to a tensor that has four values for
+    each of them.
     """
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, 2 * CHUNK)
     c = column % CHUNK
-    own = m + tl.minimum(column // CHUNK, G - 1) * (CHUNK * CHUNK)
+    own = m + tl.minimum(column // CHUNK, heads - 1) * (CHUNK * CHUNK)
     own += c // _BLOCK * (_BLOCK * CHUNK + _BLOCK)
     solved, minus = (), ()
     for i in tl.static_range(_BLOCK):
         x = tl.where(c % _BLOCK == i, 1.0, 0.0)
         for j in tl.static_range(0, i, 4):
-            four = _four(own + (i * CHUNK + j), COLUMNS)
+            four = _four(own + (i * CHUNK + j), 2 * CHUNK)
             for k in tl.static_range(4):
                 if j + k < i:
                     x = tl.fma(four[k], minus[j + k], x)
@@ -86,7 +86,7 @@ def _invert_blocks(m, G: tl.constexpr, COLUMNS: tl.constexpr):
         solved, minus = solved + (x,), minus + (-x,)  # noqa: RUF005
     tl.debug_barrier()
     for i in tl.static_range(_BLOCK):
-        tl.store(own + i * CHUNK + c % _BLOCK, solved[i], mask=column < G * CHUNK)
+        tl.store(own + i * CHUNK + c % _BLOCK, solved[i], mask=column < heads * CHUNK)
     tl.debug_barrier()
 
 
@@ -129,17 +129,10 @@ def _narrow(x, to, wanted):
 
 
 @triton.jit
-def _columns(x, W: tl.constexpr):
-    """The `W` columns of [CHUNK, W], up to 4."""
-    if W == 1:
-        columns = (x.reshape(CHUNK),)
-    else:
-        even, odd = x.reshape(CHUNK, W // 2, 2).split()
-        even, odd = _columns(even, W // 2), _columns(odd, W // 2)
-        columns = ()
-        for i in tl.static_range(W // 2):
-            columns = columns + (even[i], odd[i])  # noqa: RUF005
-    return columns
+def _column(x, i):
+    """Column `i` of [CHUNK, a power of two]."""
+    own = (tl.arange(0, x.shape[1]) == i)[None, :]
+    return tl.sum(tl.where(own, x, 0.0), axis=1)
 
 
 @triton.jit
@@ -167,7 +160,7 @@ def prepare_kernel(
     # all at once, as a load behind a branch waits for those before it
     n = tl.load(count + row)
     at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
-    q, k = tl.load(at), tl.load(at + H * K)
+    q = tl.load(at)
     token = chunk * CHUNK + t
     gate = ((row * T + token) * V + head)[:, None] + h[None, :]
     there = (token < T)[:, None] & (h < G)[None, :]
@@ -179,6 +172,7 @@ def prepare_kernel(
         to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
         first = head % (V // H) == 0
         q_unit, q_rest = _narrow(q, to, first)
+        k = tl.load(at + H * K)
         k_unit, k_rest = _narrow(k, to + H * K, first)
 
         g, beta = _gates(a, b, a_log, dt_bias, (token < n)[:, None])
@@ -207,21 +201,23 @@ def prepare_kernel(
         mixed_pairs = tl.dot(q, tl.trans(k)) * (q_unit * (SCALE * K**-0.5))[:, None]
         mixed_pairs = tl.where(lower, mixed_pairs * k_unit[None, :], 0.0)
         pairs = tl.where(below, tl.dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :], 0.0)
-        coarse, fine, betas = _columns(coarse, GP), _columns(fine, GP), _columns(beta, GP)
         m = solve.to(tl.pointer_type(tl.float32), bitcast=True) + start
-        for i in tl.static_range(G):
-            between = coarse[i][:, None] - coarse[i][None, :]
-            between += fine[i][:, None] - fine[i][None, :]
+        for i in tl.range(G, num_stages=1):
+            coarse_i, fine_i = _column(coarse, i), _column(fine, i)
+            between = coarse_i[:, None] - coarse_i[None, :]
+            between += fine_i[:, None] - fine_i[None, :]
             weight = exp(tl.minimum(between, 0.0))
             tl.store(mixing + start + i * SQUARE + square, (mixed_pairs * weight).to(tl.float16))
-            tl.store(m + i * SQUARE + square, pairs * weight * betas[i][:, None])
+            tl.store(m + i * SQUARE + square, pairs * weight * _column(beta, i)[:, None])
         tl.debug_barrier()
-        _invert_blocks(m, G, (GP if GP > 2 else 2) * CHUNK)
+        for i in tl.range(0, G, 2, num_stages=1):
+            _invert_blocks(m + i * SQUARE, tl.minimum(G - i, 2))
         _join(m, 2 * G, 2 * GP, _BLOCK)
         _join(m, G, GP, 2 * _BLOCK)
         to = solve + 2 * start + square
-        for i in tl.static_range(G):
-            high, low = split(tl.load(m + i * SQUARE + square) * (betas[i] * SCALE)[None, :])
+        for i in tl.range(G, num_stages=1):
+            inverse = tl.load(m + i * SQUARE + square)
+            high, low = split(inverse * (_column(beta, i) * SCALE)[None, :])
             tl.debug_barrier()
             tl.store(to + 2 * i * SQUARE, high)
             tl.store(to + (2 * i + 1) * SQUARE, low)
