@@ -2,6 +2,7 @@
 
     python -m bench.chains --peers peers.json
     python -m bench.chains --chain delta --requests 1 16 --implementation default
+    python -m bench.chains --compile-for "NVIDIA H200" --programs DIR      # see bench/ahead.py
 
 `residual`: update, norm and mix of the gated residual over 32 sets of weights, what the public
 benchmark times as `chain`. `select`: scoring and selection of 512 blocks. `sparse`: scoring,
@@ -27,15 +28,17 @@ import argparse
 import dataclasses
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from bench import chain_attention, chain_links, check, timing
+from bench import ahead, chain_attention, chain_links, check, timing
+from bench.ahead import Kept, Store
 from bench.chain_links import Chain
-from bench.kernels import failure, find_peers, keep_line, line_of
+from bench.kernels import failure, find_peers, keep_line, line_of, report
 from bench.operations import Operation
 from qwen4jax.config import Config
 from qwen4jax.pallas import registry
@@ -44,16 +47,6 @@ CHAINS = ("residual", "select", "sparse", "delta")
 # requests and tokens: one at 56k and at 256k, a batch
 SELECTIONS = (1, 57344), (1, 262144), (32, 57344)
 DEFAULT = "default"
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """A chain's, of one implementation."""
-
-    operation: Operation
-    once: Any
-    judge: Any
-    program: Any
 
 
 def named(chain: Chain, implementation: str) -> dict[str, str]:
@@ -67,15 +60,20 @@ def call(chain: Chain, implementation: str, carry: Any, fixed: Any, passes: int)
         return chain.run(carry, fixed, passes)
 
 
-def compile_chain(chain: Chain, implementation: str) -> Programs:
-    """Checked links, and all as one program, which is given the carry."""
+def operation_of(chain: Chain, implementation: str) -> Operation:
+    """A chain of one implementation, as what is checked."""
 
     def function(carry: Any, fixed: Any, implementation: str) -> Any:
         return call(chain, implementation, carry, fixed, 1)
 
     compared = lambda _, carry: chain.compared(carry)  # noqa: E731
-    operation = Operation(chain.name, function, (implementation,), (), compared=compared)
-    arrays = shapes(chain, chain.checked, 1)
+    return Operation(chain.name, function, (implementation,), (), compared=compared)
+
+
+def compile_chain(chain: Chain, implementation: str, store: Store) -> Kept:
+    """`once` and `judge` of the checked links; `chain` of all, which is given the carry."""
+    operation = operation_of(chain, implementation)
+    arrays = store.place(shapes(chain, chain.checked, 1))
     checked = lambda given: operation.function(**given, implementation=implementation)  # noqa: E731
     out = jax.eval_shape(checked, arrays)
     once = check.compile_once(operation, checked, arrays, out)
@@ -88,9 +86,10 @@ def compile_chain(chain: Chain, implementation: str) -> Programs:
     def program(carry: Any, fixed: Any) -> Any:
         return call(chain, implementation, carry, fixed, chain.passes)
 
-    given = shapes(chain, chain.links, chain.passes)
+    given = store.place(shapes(chain, chain.links, chain.passes))
     lowered = jax.jit(program, donate_argnums=0, keep_unused=True).lower(*given.values())
-    return Programs(operation, once, judge, lowered.compile(timing.compile_options()))
+    compiled = lowered.compile(timing.compile_options())
+    return Kept(dict(once=once, judge=judge, chain=compiled))
 
 
 def draw(chain: Chain, seed: int, links: int, passes: int) -> dict[str, Any]:
@@ -106,24 +105,36 @@ def shapes(chain: Chain, links: int, passes: int) -> dict[str, Any]:
 
 
 def measure(
-    chain: Chain, implementation: str, programs: Programs, args: argparse.Namespace
+    chain: Chain, implementation: str, kept: Kept, args: argparse.Namespace
 ) -> tuple[dict | None, str]:
     """(result line without place and peer, or None; what to print)."""
+    if kept.skipped:
+        return None, kept.skipped
+    programs, operation = kept.programs, operation_of(chain, implementation)
     seed = time.time_ns() % (1 << 31)
     arrays = draw(chain, seed, chain.checked, 1)
     out = shapes(chain, chain.checked, 1)["carry"]
     repeats = args.repeats or check.repeats(out, implementation)
-    verdict = check.check(programs.operation, programs.once, programs.judge, arrays, out, repeats)
+    verdict = check.check(operation, programs["once"], programs["judge"], arrays, out, repeats)
     if verdict.wrong:
         return None, f"WRONG: {verdict.wrong}"
     carry, fixed = draw(chain, seed, chain.links, chain.passes).values()
-    carry = jax.block_until_ready(programs.program(carry, fixed))
+    carry = jax.block_until_ready(programs["chain"](carry, fixed))
     nbytes = chain.nbytes(carry, fixed) / chain.links
-    run = lambda carry: programs.program(carry, fixed)  # noqa: E731
+    run = lambda carry: programs["chain"](carry, fixed)  # noqa: E731
     measured = timing.per_call(run, carry, chain.links * chain.passes, args.quick)
     case = f"{'small' if args.small else 'released'}_{chain.case}"
     names = chain.name, case, implementation
-    return line_of(names, chain.rows, int(nbytes), measured, verdict)
+    line, text = line_of(names, chain.rows, int(nbytes), measured, verdict)
+    return line | {"compiled": kept.compiled}, text
+
+
+def kept_of(chain: Chain, implementation: str, small: bool, store: Store) -> Kept:
+    """A chain's programs."""
+    size = "small" if small else "released"
+    key = "chain", chain.name, chain.case, size, f"links={chain.links}", implementation
+    compile_it = lambda: compile_chain(chain, implementation, store)  # noqa: E731
+    return store.get(key, ahead.or_refused(compile_it))
 
 
 def chains(args: argparse.Namespace) -> list[Chain]:
@@ -158,24 +169,29 @@ def main(argv: list[str] | None = None) -> None:
     ]
     if not jobs:
         raise SystemExit("no chain: of --chain, --case and --implementation none is left")
-    found = find_peers(list({chain.name for chain, _ in jobs}), args.peers, args.quick)
+    store = ahead.store(args)
+    found = []
+    if not args.compile_for:
+        found = find_peers(list({chain.name for chain, _ in jobs}), args.peers, args.quick)
     with ThreadPoolExecutor(args.jobs) as pool:
-        programs = [pool.submit(compile_chain, *job) for job in jobs]
-    bandwidth = timing.copy_bandwidth()
-    bad = 0
-    for (chain, name), compiled in zip(jobs, programs, strict=True):
-        try:
-            line, text = measure(chain, name, compiled.result(), args)
-            if line is not None:
-                text += keep_line(line, bandwidth, found, args.out)
-        except NotImplementedError as e:
-            text = f"skipped: {e}"
-        except Exception as e:  # of a kernel's compilation or launch; the other rows go on
-            text = f"FAILED: {failure(e)}"
-        bad += text.startswith(("WRONG", "FAILED"))
-        print(f"{chain.name:22} {chain.case:18} {name:16} {text}", flush=True)
-    if bad:
-        raise SystemExit(f"{bad} rows are wrong or failed")
+        programs = [pool.submit(kept_of, *job, args.small, store) for job in jobs]
+    bandwidth = 0 if args.compile_for else timing.copy_bandwidth()
+
+    def texts() -> Iterator[tuple[str, str]]:
+        for (chain, name), compiled in zip(jobs, programs, strict=True):
+            try:
+                kept = compiled.result()
+                if args.compile_for:
+                    text = kept.skipped or "compiled"
+                else:
+                    line, text = measure(chain, name, kept, args)
+                    if line is not None:
+                        text += keep_line(line, bandwidth, found, args.out)
+            except Exception as e:  # of a kernel's compilation or launch; the other rows go on
+                text = f"FAILED: {failure(e)}"
+            yield f"{chain.name:22} {chain.case:18} {name:16} ", text
+
+    report(texts())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -194,10 +210,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--repeats", type=int, help="runs that must agree bit for bit")
-    parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="threads that compile; by default 12, without a device one per core",
+    )
     parser.add_argument("--out", help="folder of kernels.jsonl; by default bench/results/<device>")
     parser.add_argument("--peers", type=Path, help="JSON of the peers; by default they are run")
-    return parser.parse_args(argv)
+    ahead.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.jobs = args.jobs or ahead.jobs(args, 12)
+    return args
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
+from bench import ahead
 from bench.operations import operations
 from bench.record import RESULTS
 from qwen4jax.pallas import registry
@@ -67,11 +68,10 @@ def _row(lines: list[dict]) -> dict:
     public = next((line for line in (*same.values(), *reversed(lines)) if line["peer_us"]), None)
     if row["implementation"] == "reference":
         xla = None
-    fair = [
-        line[us]
-        for line, us in ((public, "peer_us"), (xla, "us"))
-        if line and line["commit"] == row["commit"]
-    ]
+    beside = [(public, "peer_us")]
+    if xla and not untuned(xla):
+        beside.append((xla, "us"))
+    fair = [line[us] for line, us in beside if line and line["commit"] == row["commit"]]
     named = [line for line in same.values() if line["us"] < row["us"]]
     return row | {
         "default": row["implementation"] == preferred[0],
@@ -80,6 +80,11 @@ def _row(lines: list[dict]) -> dict:
         "faster": fair[0] / row["us"] if fair else None,
         "named": sorted(named, key=lambda line: line["us"]),
     }
+
+
+def untuned(line: dict) -> bool:
+    """Whether XLA could not time its alternatives; lines are older than such compilations."""
+    return line.get("compiled") == ahead.AHEAD
 
 
 def _preferred(line: dict) -> list[str]:
@@ -104,7 +109,7 @@ def table(rows: list[dict]) -> str:
             f"{row['bandwidth_fraction']:.0%}",
             row["implementation"] + ("" if row["default"] else " (not the default)"),
             row["commit"],
-            _other(row, xla, "us"),
+            _other(row, xla, "us") + (" untuned" if xla and untuned(xla) else ""),
             _other(row, public, "peer_us"),
             public["peer"] if public else "",
             f"{row['faster']:.1f}x" if row["faster"] else "",
@@ -131,7 +136,8 @@ def section(device: str) -> str:
         "default for so many rows; `share of copy` is of a large copy's bandwidth in the same "
         "process; `≤` where the host was as slow as the device. `faster` is against the public "
         "kernel, or against XLA where there is none, of the same commit and device alone: times of "
-        "another run have their commit in brackets and are compared with nothing. `faster when "
+        "another run have their commit in brackets and are compared with nothing, nor is what XLA "
+        "compiled before, without the device to tune for (`untuned`). `faster when "
         "named` has the other implementations that took less in the same run. Method in "
         "`bench/kernels.py` and `bench/timing.py`."
     ]

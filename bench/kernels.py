@@ -3,6 +3,7 @@
     python -m bench.kernels                                  # all of them, on an accelerator
     python -m bench.kernels --op gated_residual --released --implementation triton
     python -m bench.kernels --op skinny_matmul --small --out /tmp/here     # on a CPU
+    python -m bench.kernels --released --compile-for "NVIDIA H200" --programs DIR  # bench/ahead.py
 
 Each row: first the float32 check of `bench/check.py`, and no time for a wrong result; then the
 median microseconds of a call among many in one CUDA graph (`bench/timing.py`), the bytes that must
@@ -13,17 +14,19 @@ of the same run (`bench/peers.py`). One JSON line per row goes to
 
 import argparse
 import dataclasses
+import functools
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from bench import check, peers, timing
+from bench import ahead, check, peers, timing
+from bench.ahead import Kept, Store
 from bench.operations import Inputs, Operation, draw, named, operations, split
 from bench.record import append, stamp
 from bench.traffic import size
@@ -41,18 +44,11 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-    """What a row runs: once on poisoned buffers, and many times in one graph."""
-
-    once: Any
-    chain: Any
-    plan: timing.Plan
-    out: Any
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
-    """One implementation of one case; programs are compiled in other threads."""
+    """One implementation of one case; other threads get its programs (`ahead.Kept`).
+
+    They are what `prepare` and `prepare_judge` compile.
+    """
 
     operation: Operation
     case: Case
@@ -66,45 +62,73 @@ class Row:
         return f"{self.operation.name:27} {self.case.name:28} {self.implementation:20}"
 
 
-def look(operation: Operation, case: Case) -> Facts:
-    """Draws a case's inputs, keeps what tells which bytes are read for as long as they are counted.
+def look(operation: Operation, case: Case, store: Store) -> Facts:
+    """A case's facts; only those arrays are drawn that tell which bytes are read.
 
     Those are small arrays and indices.
     """
-    arrays, static = split(draw(case))
-    kept = lambda x: x.nbytes < 1 << 22 or x.dtype == "int32"  # noqa: E731
-    values = jax.tree.map(lambda x: x if kept(x) else timing.abstract(x), arrays)
-    arrays = timing.abstract(arrays)
+    static: Inputs = {}
+
+    def drawn() -> Inputs:
+        arrays, rest = split(draw(case))
+        static.update(rest)
+        return arrays
+
+    def telling(x: Any) -> bool:
+        return x.size * x.dtype.itemsize < 1 << 22 or x.dtype == "int32"
+
+    arrays = jax.eval_shape(drawn)
+    # XLA drops what makes the others
+    few = jax.jit(lambda: [x for x in jax.tree.leaves(drawn()) if telling(x)])()
+    values = iter(few)
+    known = jax.tree.map(lambda x: next(values) if telling(x) else x, arrays)
     out = jax.eval_shape(_call(operation, static, "reference"), arrays)
-    return Facts(arrays, static, out, operation.nbytes(values | static, out))
+    return Facts(store.place(arrays), static, out, operation.nbytes(known | static, out))
 
 
 def _call(operation: Operation, static: Inputs, implementation: str) -> Callable[[Inputs], Any]:
     return lambda arrays: operation.function(**arrays, **static, implementation=implementation)
 
 
-def prepare(operation: Operation, facts: Future, implementation: str, calls: int) -> Programs:
-    """Compiles a row's programs; raises what the implementation raises for the case."""
-    case: Facts = facts.result()
+def prepare(
+    operation: Operation, facts: Callable[[], Facts], implementation: str, calls: int
+) -> Kept:
+    """A row's programs: `once` on poisoned buffers, and `chain`, many calls in one graph.
+
+    Beside them their plan, and the shapes of the result.
+
+    Raises:
+        NotImplementedError: and whatever else the implementation raises for the case.
+    """
+    case = facts()
     call = _call(operation, case.static, implementation)
     out = jax.eval_shape(call, case.arrays)
     plan = timing.plan(operation, case.arrays, out, case.nbytes, calls)
     once = check.compile_once(operation, call, case.arrays, out)
     chain = timing.compile_chain(operation, call, case.arrays, out, plan)
-    return Programs(once, chain, plan, out)
+    return Kept(dict(once=once, chain=chain), dict(plan=plan, out=out))
 
 
-def prepare_judge(operation: Operation, facts: Future) -> Any:
-    """Compiles the comparison of a case."""
-    case: Facts = facts.result()
-    return check.compile_judge(operation, case.static, case.arrays, case.out)
+def prepare_judge(operation: Operation, facts: Callable[[], Facts]) -> Kept:
+    """`judge`, the comparison of a case."""
+    case = facts()
+    judge = check.compile_judge(operation, case.static, case.arrays, case.out)
+    return Kept(dict(judge=judge))
 
 
-def plan_rows(chosen: list[Operation], keep: Callable[[Case], bool], args: Any) -> list[Row]:
-    """The rows, in order, with their programs being compiled.
+def once[T](thread: ThreadPoolExecutor, function: Callable[[], T]) -> Callable[[], T]:
+    """What a function gives, when it is first asked for; the pool is of one thread."""
+    kept = functools.cache(function)
+    return lambda: thread.submit(kept).result()
 
-    Inputs are drawn one case after the other, for they are large. Few references are compiled at
-    a time, because XLA times alternatives on the device; the rest all side by side.
+
+def plan_rows(
+    chosen: list[Operation], keep: Callable[[Case], bool], args: Any, store: Store
+) -> list[Row]:
+    """The rows, in order, whose programs come from the store, most of them side by side.
+
+    Few references are compiled at a time, because XLA times alternatives on the device. Cases are
+    looked at one after the other, and only those of which something has to be compiled.
     """
     names = re.compile(args.implementation or "")
     drawing, beside = ThreadPoolExecutor(1), ThreadPoolExecutor(args.jobs)
@@ -113,38 +137,46 @@ def plan_rows(chosen: list[Operation], keep: Callable[[Case], bool], args: Any) 
     for operation in chosen:
         wanted = [name for name in operation.implementations if names.search(name)]
         for case in filter(keep, operation.cases if wanted else ()):
-            facts = drawing.submit(look, operation, case)
-            judge = beside.submit(prepare_judge, operation, facts)
+            facts = once(drawing, functools.partial(look, operation, case, store))
+            of = operation.name, case.name
+            compile_judge = functools.partial(prepare_judge, operation, facts)
+            judge = beside.submit(store.get, ("judge", *of), compile_judge)
             for name in wanted:
                 pool = few if name == "reference" else beside
-                programs = pool.submit(prepare, operation, facts, name, args.calls)
+                compile_row = functools.partial(prepare, operation, facts, name, args.calls)
+                key = ("kernel", *of, name, f"calls={args.calls}")
+                programs = pool.submit(store.get, key, ahead.or_refused(compile_row))
                 rows.append(Row(operation, case, name, programs, judge))
     return rows
 
 
 def measure(row: Row, seed: int, args: Any) -> tuple[dict | None, str]:
     """(result line without place and peer, what to print) of one row."""
-    failed = row.programs.exception() or row.judge.exception()
-    if isinstance(failed, NotImplementedError):
-        return None, f"skipped: {failed}"
-    if failed is not None:
-        return None, f"FAILED: {failure(failed)}"
-    programs, operation = row.programs.result(), row.operation
+    if missing := without(row):
+        return None, missing
+    kept, operation = row.programs.result(), row.operation
+    once, judge = kept.programs["once"], row.judge.result().programs["judge"]
+    plan, out = kept.facts["plan"], kept.facts["out"]
     arrays, static = split(draw(row.case, seed))
-    repeats = args.repeats or check.repeats(programs.out, row.implementation)
-    verdict = check.check(
-        operation, programs.once, row.judge.result(), arrays, programs.out, repeats
-    )
+    repeats = args.repeats or check.repeats(out, row.implementation)
+    verdict = check.check(operation, once, judge, arrays, out, repeats)
     if verdict.wrong:
         return None, f"WRONG: {verdict.wrong}"
-    if not size(operation.kept(programs.out)):
+    if not size(operation.kept(out)):
         return None, "right, nothing to time"
-    nbytes = operation.nbytes(arrays | static, programs.out)
-    measured = timing.run_chain(
-        programs.chain, operation, arrays, programs.out, programs.plan, args.quick
-    )
+    nbytes = operation.nbytes(arrays | static, out)
+    measured = timing.run_chain(kept.programs["chain"], operation, arrays, out, plan, args.quick)
     names = operation.name, row.case.name, row.implementation
-    return line_of(names, operation.rows(arrays, programs.out), nbytes, measured, verdict)
+    line, text = line_of(names, operation.rows(arrays, out), nbytes, measured, verdict)
+    return line | {"compiled": kept.compiled}, text
+
+
+def without(row: Row) -> str | None:
+    """Why a row has no programs, if so."""
+    failed = row.programs.exception() or row.judge.exception()
+    if failed is not None:
+        return f"FAILED: {failure(failed)}"
+    return row.programs.result().skipped
 
 
 def line_of(
@@ -204,8 +236,11 @@ def main(argv: list[str] | None = None) -> None:
     chosen = [operation for name, operation in table.items() if named(name, args.op)]
     if not chosen:
         raise SystemExit(f"--op: none of {', '.join(args.op)}; there are: {', '.join(table)}")
-    found = find_peers([operation.name for operation in chosen], args.peers, args.quick)
-    small = args.small or jax.default_backend() == "cpu"
+    store = ahead.store(args)
+    found = []
+    if not args.compile_for:
+        found = find_peers([operation.name for operation in chosen], args.peers, args.quick)
+    small = args.small or (args.compile_for or jax.default_backend()) == "cpu"
     pattern = re.compile(args.case or "")
 
     def keep(case: Case) -> bool:
@@ -213,10 +248,11 @@ def main(argv: list[str] | None = None) -> None:
         return fits and bool(pattern.search(case.name))
 
     begun = time.time()
-    rows = plan_rows(chosen, keep, args)
+    rows = plan_rows(chosen, keep, args, store)
+    if args.compile_for:
+        return report((row.title, without(row) or "compiled") for row in rows)
     for row in rows:
-        row.programs.exception()
-        row.judge.exception()
+        without(row)
     bandwidth = timing.copy_bandwidth()
     print(
         f"# {jax.devices()[0].device_kind}: {len(rows)} rows compiled in "
@@ -224,18 +260,34 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
     seed = args.seed if args.seed is not None else time.time_ns()
-    timed = bad = 0
-    for row in rows:
-        try:
-            line, text = measure(row, seed, args)
-            if line is not None:
-                text += keep_line(line, bandwidth, found, args.out)
-                timed += 1
-        except Exception as e:  # of a kernel's launch; the other rows go on
-            text = f"FAILED: {failure(e)}"
+
+    def texts() -> Iterator[tuple[str, str]]:
+        timed = 0
+        for row in rows:
+            try:
+                line, text = measure(row, seed, args)
+                if line is not None:
+                    text += keep_line(line, bandwidth, found, args.out)
+                    timed += 1
+            except Exception as e:  # of a kernel's launch; the other rows go on
+                text = f"FAILED: {failure(e)}"
+            yield row.title, text
+        print(f"# {timed} of {len(rows)} rows timed in {time.time() - begun:.1f} s", flush=True)
+
+    report(texts())
+    return None
+
+
+def report(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints what became of each row.
+
+    Raises:
+        SystemExit: some are wrong or failed.
+    """
+    bad = 0
+    for title, text in rows:
         bad += text.startswith(("WRONG", "FAILED"))
-        print(f"{row.title}{text}", flush=True)
-    print(f"# {timed} of {len(rows)} rows timed in {time.time() - begun:.1f} s", flush=True)
+        print(f"{title}{text}", flush=True)
     if bad:
         raise SystemExit(f"{bad} rows are wrong or failed")
 
@@ -260,11 +312,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="runs that must agree bit for bit; by default 20, but 3 of the reference and of "
         "results over 64 MiB",
     )
-    parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="threads that compile; by default 12, without a device one per core",
+    )
     parser.add_argument("--seed", type=int, help="of the checked inputs; by default the time")
     parser.add_argument("--out", help="folder of kernels.jsonl; by default bench/results/<device>")
     parser.add_argument("--peers", type=Path, help="JSON of the peers; by default they are run")
-    return parser.parse_args(argv)
+    ahead.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.jobs = args.jobs or ahead.jobs(args, 12)
+    return args
 
 
 if __name__ == "__main__":

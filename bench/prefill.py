@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from bench.profile import device_kernels, time_by_part
+from bench.profile import device_kernels, op_names, time_by_part
 from bench.record import append, stamp
 from bench.released import build, filled_state, released_config, state_shapes, tiny_config
 from qwen4jax.config import Config
@@ -52,9 +52,8 @@ def measure(config: Config, chunk: int, context: int, profile: bool) -> dict:
     print(f"# {statistics.median(walls) * 1e3:.3f} ms, before its profile", flush=True)
     parts = {}
     if profile:
-        found, _ = time_by_part(
-            device_kernels(call, state, rounds=1), program.as_text() or "", rounds=1
-        )
+        scopes = op_names(program.as_text() or "")
+        found, _ = time_by_part(device_kernels(call, state, rounds=1), scopes, rounds=1)
         for (name, _), ms in found.items():
             parts[name] = round(parts.get(name, 0) + ms, 3)
     ms = statistics.median(walls) * 1e3

@@ -42,10 +42,9 @@ def _events(line: Any) -> Iterable[Event]:
 
 
 def time_by_part(
-    events: list[Event], hlo: str, *, rounds: int
+    events: list[Event], scopes: dict[str, list[str]], *, rounds: int
 ) -> tuple[dict[tuple[str, str], float], int]:
-    """Milliseconds per round of each (part, phase), and kernels per round."""
-    scopes = op_names(hlo)
+    """Milliseconds per round of each (part, phase), and kernels per round; scopes by `op_names`."""
     totals: dict[tuple[str, str], float] = collections.defaultdict(float)
     unknown: dict[str, float] = collections.defaultdict(float)
     for names, microseconds in events:

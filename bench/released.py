@@ -11,7 +11,7 @@ from qwen4jax.decode.capacity import GB, MemoryPlan
 from qwen4jax.params import Params, init_params
 from qwen4jax.quant import ScaledTable
 from qwen4jax.state import DecodeState, abstract_state, init_state
-from qwen4jax.weights.arrange import arrange
+from qwen4jax.weights.arrange import arrange, tiled
 from qwen4jax.weights.placement import Placement
 
 # 16 heads of about 1.25 million rows stand in for the 51 GB table, which `bench.table` fills
@@ -70,6 +70,13 @@ def build(config: Config, seed: int = 0, *, table: Placement = "device") -> Para
     if table == "pinned":
         params = jax.tree.map(_pinned, params, is_leaf=lambda x: isinstance(x, ScaledTable))
     return jax.block_until_ready(params)
+
+
+def describe(config: Config, kind: str) -> Params:
+    """Shapes of what `build` gives on a kind of device, its table on the device."""
+    params = jax.eval_shape(lambda: init_params(config))
+    in_tiles = kind != "cpu" and config.dtype == "bfloat16"
+    return jax.eval_shape(tiled, params) if in_tiles else params
 
 
 def _pinned(x: Any) -> Any:

@@ -6,7 +6,7 @@ python -m bench.report > bench/results/nvidia-h200/README.md
 import argparse
 import json
 
-from bench import kernel_table, launches, throughput
+from bench import ahead, kernel_table, launches, throughput
 from bench.record import RESULTS
 from bench.roofline import newest, table
 
@@ -33,7 +33,8 @@ ABOUT = (
     "the last column says otherwise they are greedy, and the n-gram table is a stand-in of 3.2 GB "
     "on the device (`bytes_table`); the released one has 51 GB. The column says, too, how later "
     "draft steps select tokens: most lines are of `share`, while a `Config` says `fresh` unless "
-    "told otherwise.\n\n"
+    "told otherwise. `compiled=ahead`: on a machine without a GPU (`bench/ahead.py`), of which the "
+    "seconds of compilation are.\n\n"
     "The lines of `prefill.jsonl` are by a script that is not in the repository, at the commits "
     "that they name; `bench.prefill`, which does the same, was not yet run on a device."
 )
@@ -70,6 +71,11 @@ def _mode(record: dict) -> list[str]:
     return [] if mode == "greedy" else [f"mode={mode}"]
 
 
+def _ahead(record: dict) -> list[str]:
+    """Whether a line's seconds of compilation are another machine's; lines are older than that."""
+    return ["compiled=ahead"] if record.get("compiled") == ahead.AHEAD else []
+
+
 def rounds(device: str) -> str:
     """Every line of `decode.jsonl` in Markdown."""
     lines = (RESULTS / device / "decode.jsonl").read_text().splitlines()
@@ -78,7 +84,7 @@ def rounds(device: str) -> str:
     for record in map(json.loads, lines):
         # a run without a profile knows no number of kernels
         values = ("" if record[key] is None else str(record[key]) for key, _ in COLUMNS)
-        cells = [*values, " ".join([_stored(record["config"]), *_mode(record)])]
+        cells = [*values, " ".join([_stored(record["config"]), *_mode(record), *_ahead(record)])]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

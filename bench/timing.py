@@ -5,8 +5,10 @@ that launch gaps count as they do in a decode round. Calls rotate over copies of
 together are larger than the cache. Each call waits for the result of the one before by an
 optimisation barrier, and every result is returned: otherwise XLA merges dots that share an operand,
 fuses neighbours and drops what nobody reads. Results are written into donated buffers and carried
-arguments are updated in place, so that no node of the graph changes between its launches; several
-graphs are queued, and the time is wall over calls.
+arguments are updated in place, so that no node of the graph changes between its launches. The graph
+is the body of a loop: the host's work for a launched program grows with its arrays, and of small
+calls it would take longer than the device's. Several programs are queued, and the time is wall over
+calls.
 """
 
 import dataclasses
@@ -21,11 +23,14 @@ import jax.numpy as jnp
 
 from bench.operations import Inputs, Operation
 from bench.traffic import size
+from qwen4jax.pallas import registry
 
 # what the copies of a rotation cover: more than twice the 60 MB of an H200's cache
 COLD = 130e6
 # of copies and of results
 ROOM = 16e9
+# microseconds that a loop of graphs takes at least, and how often it goes round at most
+LOOP_US, MOST_PASSES = 6_000, 64
 SERIAL = {
     "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
     "xla_gpu_graph_min_graph_size": 1,
@@ -42,10 +47,11 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How often a case is called in one graph, and over how many copies of its arrays."""
+    """How often a case is called in a graph, over how many copies of its arrays, and the graph."""
 
     copies: int
     calls: int
+    passes: int = 1
 
 
 def plan(operation: Operation, arrays: Inputs, out: Any, nbytes: int, calls: int) -> Plan:
@@ -55,30 +61,32 @@ def plan(operation: Operation, arrays: Inputs, out: Any, nbytes: int, calls: int
     """
     own = {name: value for name, value in arrays.items() if name not in operation.shared}
     # a graph of some 20 ms is long enough
-    calls = min(calls, max(4, math.ceil(20_000 / max(nbytes / 4e6, 1.5))))
+    least_us = max(nbytes / 4e6, 1.5)
+    calls = min(calls, max(4, math.ceil(20_000 / least_us)))
     copies = min(math.ceil(COLD / max(nbytes, 1)), max(1, int(ROOM / max(size(own), 1))))
     if nbytes * calls < COLD / 2:
         copies = 4
     calls = min(calls, max(2, int(ROOM / max(size(operation.results(out)), 1))))
     copies = max(min(copies, calls), min(2, calls))
-    return Plan(copies, copies * math.ceil(calls / copies))
+    calls = copies * math.ceil(calls / copies)
+    return Plan(copies, calls, min(math.ceil(LOOP_US / (calls * least_us)), MOST_PASSES))
 
 
 def compile_options() -> dict | None:
-    """Of a program that is one graph of serial kernels."""
-    return None if jax.default_backend() == "cpu" else SERIAL
+    """Of a program that is one graph of serial kernels, on the device that is compiled for."""
+    return None if registry.device_kind() == "cpu" else SERIAL
 
 
-def chain(operation: Operation, call: Callable[[Inputs], Any], calls: int) -> Any:
-    """`program(carried, fixed, sinks) -> (carried, results)` of `calls` calls, not compiled yet.
+def chain(operation: Operation, call: Callable[[Inputs], Any], plan: Plan) -> Any:
+    """`program(carried, fixed, sinks) -> (carried, results)` of a plan's calls, not compiled yet.
 
     `carried` and `fixed` are lists of copies; `sinks` are buffers for the results.
     """
     one = jax.jit(lambda arrays: operation.kept(call(arrays)))
 
-    def program(carried: list[Inputs], fixed: list[Inputs], sinks: list[Any]):
+    def graph(carried: list[Inputs], fixed: list[Inputs]) -> tuple[list[Inputs], list[Any]]:
         carried, results, before = list(carried), [], None
-        for j in range(calls):
+        for j in range(plan.calls):
             i = j % len(fixed)
             given = fixed[i]
             if before is not None:
@@ -91,6 +99,10 @@ def chain(operation: Operation, call: Callable[[Inputs], Any], calls: int) -> An
             _keep(operation, carried, results, *before)
         return carried, results
 
+    def program(carried: list[Inputs], fixed: list[Inputs], sinks: list[Any]):
+        again = lambda _, state: graph(state[0], fixed)  # noqa: E731
+        return jax.lax.fori_loop(0, plan.passes, again, (list(carried), sinks))
+
     return jax.jit(program, donate_argnums=(0, 2), keep_unused=True)
 
 
@@ -102,8 +114,13 @@ def _keep(operation: Operation, carried: list, results: list, place: int, value:
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Shapes of arrays; shapes stay, with the place that they may have."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        given = isinstance(x, jax.ShapeDtypeStruct)
+        return x if given else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map(one, tree)
 
 
 def divide(operation: Operation, arrays: Inputs) -> tuple[Inputs, Inputs]:
@@ -122,7 +139,7 @@ def compile_chain(
 ) -> Any:
     """The compiled program of a case; arrays and results may be shapes."""
     carried, fixed = divide(operation, abstract(arrays))
-    program = chain(operation, call, plan.calls)
+    program = chain(operation, call, plan)
     given = [carried] * plan.copies, [fixed] * plan.copies, sinks(operation, out, plan.calls)
     return program.lower(*given).compile(compile_options())
 
@@ -140,7 +157,7 @@ def run_chain(
     for sink in sinks(operation, out, plan.calls):
         buffers.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sink))
     run = lambda state: program(state[0], fixed, state[1])  # noqa: E731
-    return per_call(run, (carried, buffers), plan.calls, quick)
+    return per_call(run, (carried, buffers), plan.calls * plan.passes, quick)
 
 
 @jax.jit

@@ -137,7 +137,7 @@ def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
 
 def read_out(params: Params, residual: Float[Array, "B T R D"]) -> Float[Array, "B T D"]:
     """The final mixer: streams after the last layer to the output head's input."""
-    return read_final(params.hyper_connection_mixer, params.config, residual)
+    return read_final(params.hyper_connection_mixer, params.config, Residual(residual))[0]
 
 
 def head(params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

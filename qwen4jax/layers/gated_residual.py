@@ -60,9 +60,11 @@ def read(
 
 
 def read_final(
-    params: FinalMixer, config: Config, streams: Float[Array, "B T R D"]
-) -> Float[Array, "B T D"]:
-    """The hidden state that the output head sees."""
+    params: FinalMixer, config: Config, residual: Residual
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T R D"]]:
+    """The hidden state that the output head sees, and the settled streams that it is of."""
+    weights = params.hc_norm, params.input_mix_weight_down, params.input_mix_weight_up, None
     with jax.named_scope("gated_residual"):
-        down, up = params.input_mix_weight_down, params.input_mix_weight_up
-        return boundary(streams, None, params.hc_norm, down, up, None, eps=config.rms_norm_eps)[1]
+        given = residual.streams, residual.pending, *weights, residual.counter
+        streams, hidden, _, _ = boundary(*given, eps=config.rms_norm_eps)
+    return hidden, streams

@@ -77,6 +77,5 @@ def draft_rows(
         capture=capture.scope("mtp"),
     )
     assert chosen is not None
-    streams = after.settled()
-    hidden = read_final(params.hyper_connection_mixer, config, streams)
+    hidden, streams = read_final(params.hyper_connection_mixer, config, after)
     return DraftRows(hidden=hidden, residual=streams, selected=chosen, cache=cache)

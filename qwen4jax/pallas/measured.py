@@ -21,12 +21,15 @@ _FEW_TRITON: Rows = ((_DECODE, ("triton",)),)
 # device kind, as JAX names it -> operation -> rows
 FASTEST: dict[str, dict[str, Rows]] = {
     "NVIDIA H200": {
-        "skinny_matmul": _FEW_TRITON,
-        "skinny_matmul.projections": _FEW_TRITON,
-        "skinny_matmul.argmax": ((_DECODE, ("triton", "separate")),),
+        "skinny_matmul": ((_VERIFY, ("triton",)),),
+        "skinny_matmul.projections": ((_VERIFY, ("triton",)),),
+        "skinny_matmul.argmax": ((_VERIFY, ("triton", "separate")),),
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
         # a round is compiled by itself
-        "gated_residual.boundary": ((8, ("triton_few", "triton")), (ANY, ("triton",))),
+        "gated_residual.boundary": (
+            (8, ("triton_one", "triton_few", "triton")),
+            (ANY, ("triton",)),
+        ),
         # a launch less, which rounds show and single calls do not (`choices.jsonl`)
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,

@@ -19,6 +19,8 @@ def test_the_table_compares_the_default_with_its_own_run(monkeypatch, tmp_path: 
         line | dict(case="lm_head_1", implementation="reference", us=90.0, commit="old") | public,
         line | dict(case="lm_head_1", implementation="triton", us=30.0),
         line | dict(case="lm_head_32", implementation="reference", us=7.0, commit="old"),
+        line | dict(case="delta_out_4", implementation="triton", us=11.0, compiled="ahead"),
+        line | dict(case="delta_out_4", implementation="reference", us=33.0, compiled="ahead"),
         line | dict(case="one_row", implementation="triton", us=1.0),
         line | dict(op="gated_delta.chain", implementation="default", us=10.0),
         line | dict(op="gated_delta.chain", implementation="reference", us=30.0),
@@ -35,6 +37,8 @@ def test_the_table_compares_the_default_with_its_own_run(monkeypatch, tmp_path: 
     assert "| **30.00** | 50% | triton | new | 90.00 (old) | 500.00 (old) | theirs |  |  |" in text
     assert "| **7.00** | 50% | reference (not the default) | old |  |  |  |  |  |" in text
     assert "| **10.00** | 50% | default | new | 30.00 |  |  | 3.0x |  |" in text
+    # XLA had nothing to tune on
+    assert "| **11.00** | 50% | triton | new | 33.00 untuned |  |  |  |  |" in text
     assert "one_row" not in text
     assert kernel_table.section("b") == ""
     kernel_table.picture(kernel_table.ranked(kernel_table.measured("a")), tmp_path / "kernels.png")

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel at a released size, for a GPU that is not there.
 
-Run in a process of its own: `python compile_kernels.py KIND ROUTE`, with KIND of `targets.TARGETS`.
+Run in a process of its own: `python compile_kernels.py KIND ROUTE`, a KIND of `bench/targets.py`.
 For each implementation in Triton compiles the first large case that it takes, and those of
 `CHUNKS`. Prints a JSON object: operation -> cases, each with the kernels in XLA's program; and the
 reference's projections, without kernels, with the matrices that XLA puts together.
@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 
+from bench.targets import place_on
 from qwen4jax.pallas import registry, triton_call
 from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.skinny_matmul import cases as skinny_matmul
 from qwen4jax.pallas.skinny_matmul import projections
-from tests.compiled.targets import TARGETS
 
 # chunks of prompts, for which an implementation has other kernels or options than for a round
 CHUNKS = {
@@ -34,11 +33,7 @@ MANY_PROJECTIONS = "delta_in_32"
 
 
 def main(kind: str, route: Any) -> None:
-    topology = topologies.get_topology_desc(
-        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
-    )
-    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
-    here = jax.sharding.NamedSharding(mesh, jax.P())
+    here = place_on(kind)
     triton_call.default_route = lambda: route
     compiled = {}
     for operation in registry.operations().values():

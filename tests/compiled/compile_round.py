@@ -1,7 +1,7 @@
 """Compiles the speculative round for a GPU that is not there and describes the program.
 
 Run in a process of its own: `python compile_round.py KIND INDEX_SHARE MODE`, with KIND of
-`targets.TARGETS`, MODE `greedy` or `server`, and XLA_FLAGS dumping to DUMP_DIR. Prints one JSON
+`bench/targets.py`, MODE `greedy` or `server`, and XLA_FLAGS dumping to DUMP_DIR. Prints one JSON
 object.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
+from bench.targets import place_on
 from qwen4jax.ablation import Ablation
 from qwen4jax.config import LINEAR, SPARSE, Config, Quantization
 from qwen4jax.decode.burst import empty
@@ -28,15 +28,10 @@ from qwen4jax.params import declare
 from qwen4jax.serve.model import every_option
 from qwen4jax.state import abstract_state
 from qwen4jax.weights.arrange import tiled
-from tests.compiled.targets import TARGETS
 
 
 def main(kind: str, index_share: str, mode: str) -> None:
-    topology = topologies.get_topology_desc(
-        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
-    )
-    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
-    here = jax.sharding.NamedSharding(mesh, jax.P())
+    here = place_on(kind)
     # released widths, so that XLA's choices are the real ones; fewer layers, experts and ids
     config = Config.flash_next(
         num_hidden_layers=4,

@@ -14,7 +14,7 @@ import pytest
 from qwen4jax.decode.prefill import feed, prefill
 from qwen4jax.decode.round import run_round
 from qwen4jax.layers.capture import Capture
-from qwen4jax.layers.gated_residual import read_final
+from qwen4jax.layers.gated_residual import Residual, read_final
 from qwen4jax.model import head
 from qwen4jax.params import Params
 from qwen4jax.state import DecodeState
@@ -55,7 +55,8 @@ def feed_captured(params: Params, state: DecodeState, tokens: Any, count: Any) -
         state, _ = feed(params, state, tokens, count, capture=capture)
     residual = capture.values["mtp.residual"]
     assert params.mtp is not None
-    hidden = read_final(params.mtp.hyper_connection_mixer, params.config, residual)
+    mixer = params.mtp.hyper_connection_mixer
+    hidden, _ = read_final(mixer, params.config, Residual(residual))
     return state, residual.reshape(*tokens.shape, -1), head(params, hidden), *tied
 
 

@@ -1,7 +1,7 @@
 """Compiles the Mosaic kernels of the released sizes for GPUs that are not there.
 
 Run in a process of its own, for Mosaic assembles all for the first chip it meets: `python
-compile_mosaic.py KIND` with KIND of `targets.TARGETS` and MOSAIC_GPU_DUMP_PTXAS=1, so that the
+compile_mosaic.py KIND` with KIND of `bench/targets.py` and MOSAIC_GPU_DUMP_PTXAS=1, so that the
 assembler's report of each kernel is printed. What is not for Hopper alone comes first.
 """
 
@@ -11,8 +11,8 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
+from bench.targets import place_on
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_delta import Weights, chunks, step
 from qwen4jax.pallas.gated_residual import boundary
@@ -21,17 +21,12 @@ from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.pallas.skinny_matmul import projections
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.state import DeltaNetState
-from tests.compiled.targets import TARGETS
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def main(kind: str) -> None:
-    topology = topologies.get_topology_desc(
-        "gpu", platform="cuda", target_config=TARGETS[kind], topology="1x1x1"
-    )
-    mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
-    here = jax.sharding.NamedSharding(mesh, jax.P())
+    here = place_on(kind)
 
     def array(*shape: int, dtype=BF16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=here)

@@ -103,8 +103,6 @@ def refuses_one(
     """What keeps `triton_one` from these arguments."""
     if reason := refuses_few(streams, pending, norm, down, up, inject):
         return reason
-    if inject is None:
-        return "takes injection weights, which the final mixer has not"
     if one_cut(streams.shape[2], streams.shape[3], down.shape[0]) is None:
         return f"takes sizes that can be cut into at most {PROGRAMS} programs"
     return None

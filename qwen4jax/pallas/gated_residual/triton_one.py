@@ -44,7 +44,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
     cut = limits.one_cut(count, hidden, rank)
     assert cut is not None
     flat = streams.reshape(rows, count * hidden)
-    # what the kernel has no use for is another array's pointer
+    # what the kernel has no use for is another array's pointer; it always makes injection weights
     weights, y = (norm, flat) if pending is None else pending
     shape = jax.ShapeDtypeStruct
     counter, new, _, _, x, wanted = triton_call(
@@ -54,7 +54,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
         y.reshape(rows, -1),
         norm,
         down,
-        inject,
+        down if inject is None else inject,
         up,
         kernel=one_kernel,
         name=f"gated_residual_{rows}x{count}x{hidden}",
@@ -83,7 +83,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
     return (
         streams if pending is None else new.reshape(streams.shape),
         x.reshape(batch, time, hidden),
-        wanted.reshape(batch, time, count),
+        None if inject is None else wanted.reshape(batch, time, count),
         counter,
     )
 

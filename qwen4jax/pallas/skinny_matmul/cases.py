@@ -123,6 +123,10 @@ CASES = (
     _case("bfloat16_halves_to_float32", (3,), 96, 256, BF16, out_dtype=F32),
     _case("bfloat16_ragged_tiles", (17,), 83, 384, BF16),
     _case("bfloat16_wide_tiles", (3,), 6403, 128, BF16),
+    _case("bfloat16_square_tiles", (40,), 12803, 128, BF16),
+    _case("bfloat16_split", (2, 20), 200, 768, BF16),
+    _case("bfloat16_split_to_float32", (67,), 48, 384, BF16, out_dtype=F32),
+    _case("bfloat16_square_tiles_of_128", (67,), 12803, 128, BF16),
     Case("projections", "biases", _biased),
     _several("two", (2, 3), (48, 7), 32),
     _several("four", (3,), (48, 7, 1, 20), 256, out_dtypes=(BF16, F32, F32, BF16)),
@@ -137,6 +141,7 @@ CASES = (
     _argmax("one_output", (2,), 1, 128),
     _argmax("ragged_tiles", (17,), 83, 384),
     _argmax("wide_tiles", (1, 3), 6403, 128),
+    _argmax("square_tiles", (2, 20), 12803, 128),
     *(_argmax(f"{form}_ragged_tiles", (9,), 200, 256, form=form) for form in _FORMS),
     Case("argmax", "ties", _ties),
     Case("argmax", "not_finite", _not_finite),
@@ -189,6 +194,6 @@ CASES = (
     *(
         _several(f"{name}_{rows}", (rows,), *shape, device_only=True)
         for name, shape in _RELEASED_TOGETHER.items()
-        for rows in (1, 4, 16, 32)
+        for rows in (1, 4, 16, 32, 64, 128)
     ),
 )
