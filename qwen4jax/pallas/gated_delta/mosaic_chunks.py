@@ -12,7 +12,8 @@ waits after every product. Here
   is a bound, known before the state is: a look at the new numbers would be one more wait.
 
 Tried and slower: outputs that are normed here, for which the two halves of a head exchange sums of
-squares through memory, in a cluster: 756 us for 8,192 tokens, 634 without.
+squares through memory, in a cluster: 756 us for 8,192 tokens, 634 without. With the largest numbers
+of the state themselves instead of the bound it is 619, and 615 as it is.
 """
 
 import dataclasses
