@@ -33,6 +33,8 @@ WITHOUT_KERNEL = {
     "skinny_matmul.argmax": "follows the output head's product, which is cuBLAS's for many rows",
     "ple.mix": "the kernel computes earlier tokens' part of a convolution again: for few rows",
 }
+# implementations that take the released widths alone: in a narrow model the next best one runs
+ONLY_WIDE = {("gated_delta.chunks", "mosaic_hopper")}
 
 
 class Choice(NamedTuple):
@@ -68,10 +70,14 @@ def recorded() -> Iterator[list[Choice]]:
         yield found
 
 
-def fallen_back(choices: Iterable[Choice]) -> set[Choice]:
-    """Choices that are neither what measured fastest nor among `WITHOUT_KERNEL`."""
-    return {
-        c
-        for c in choices
-        if (c.chosen != c.measured[0] if c.measured else c.operation not in WITHOUT_KERNEL)
-    }
+def fallen_back(choices: Iterable[Choice], *, narrow: bool = False) -> set[Choice]:
+    """Choices that are neither what measured fastest nor among `WITHOUT_KERNEL`.
+
+    Of a `narrow` model: fastest apart from `ONLY_WIDE`.
+    """
+
+    def fell(c: Choice) -> bool:
+        fastest = [n for n in c.measured if not narrow or (c.operation, n) not in ONLY_WIDE]
+        return c.chosen != fastest[0] if fastest else c.operation not in WITHOUT_KERNEL
+
+    return {c for c in choices if fell(c)}

@@ -1,8 +1,9 @@
 """A small model whose every operation takes the kernel that an H200 runs by default.
 
-The smallest widths that all of them accept: products read inputs in 128s, experts in NVFP4 come in
-tiles of 16 x 128 and the shared one is as wide, low ranks in 32s, a head of a chunk has 16 channels
-or more. In `weights/arrange.py` a GPU puts such experts in tiles; so does `params` here.
+The smallest widths that all of them accept, but those of `kernel_choices.ONLY_WIDE`: products read
+inputs in 128s, experts in NVFP4 come in tiles of 16 x 128 and the shared one is as wide, low ranks
+in 32s, a head of a chunk has 16 channels or more. In `weights/arrange.py` a GPU puts such experts
+in tiles; so does `params` here.
 """
 
 import functools

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -95,10 +95,18 @@ def runs_here(implementation: str | None) -> contextlib.AbstractContextManager[N
 
         return interpreted()
     if language == "mosaic":
-        from tests.pallas.mosaic_simulator import simulated
-
-        return simulated()
+        return _both()
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _both() -> Iterator[None]:
+    """Mosaic's kernels, and those in Triton that some of them are used with."""
+    from tests.pallas.mosaic_simulator import simulated
+    from tests.pallas.triton_interpreter import interpreted
+
+    with interpreted(), simulated():
+        yield
 
 
 def _traced(value: Any) -> bool:

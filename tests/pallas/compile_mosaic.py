@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from bench.targets import place_on
 from qwen4jax.pallas import registry
-from qwen4jax.pallas.gated_delta import Weights, step
+from qwen4jax.pallas.gated_delta import Weights, chunks, step
 from qwen4jax.pallas.gated_residual import boundary
 from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.index_topk import index_topk
@@ -49,6 +49,13 @@ def main(kind: str) -> None:
     if not re.search(registry.HOPPER["devices"], kind):
         return
 
+    assemble(
+        functools.partial(chunks, key_heads=16, activation="sigmoid", eps=1e-6),
+        *(array(1, 512, size) for size in sizes),
+        weights,
+        DeltaNetState(array(1, 3, 10240), array(1, 48, 128, 128, dtype=F32)),
+        array(1, dtype=I32),
+    )
     for rows, outputs, inputs, dtype in (
         (4, (10240, 6144, 48, 48), 2560, BF16),
         (32, (12288, 512, 512, 640), 2560, BF16),

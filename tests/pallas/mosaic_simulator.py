@@ -5,8 +5,9 @@ What the simulator does not know is checked here: a copy of TMA starts on a boun
 with simulated():
     step(..., implementation="mosaic_hopper")
 
-It has no semaphores, so that the stages of the gated residual's boundary, which wait for each other
-in one launch, are launched here one after the other.
+It knows wgmma with both operands in shared memory only: `accumulate` of `gated_delta.mosaic_chunks`
+gets sums of its own here. It has no semaphores, so that the stages of the gated residual's
+boundary, which wait for each other in one launch, are launched here one after the other.
 """
 
 import contextlib
@@ -16,12 +17,14 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src.state import indexing
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen4jax.pallas import registry
+from qwen4jax.pallas.gated_delta import mosaic_chunks
 from qwen4jax.pallas.gated_residual import mosaic_hopper, mosaic_stages
 from qwen4jax.pallas.gated_residual.mosaic_sizes import Sizes
 
@@ -38,6 +41,8 @@ def simulated() -> Iterator[None]:
         registry.using(device="NVIDIA H200"),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         mock.patch.object(mosaic_hopper, "stages_of", _one_after_the_other),
+        mock.patch.object(mosaic_chunks, "accumulate", lambda run, *shape: run(_Sum(shape))),
+        mock.patch.object(plgpu, "wgmma", _of_sums(plgpu.wgmma)),
         mock.patch.object(plgpu, "copy_gmem_to_smem", _noting(plgpu.copy_gmem_to_smem, 0)),
         mock.patch.object(plgpu, "copy_smem_to_gmem", _noting(plgpu.copy_smem_to_gmem, 1)),
         contextlib.redirect_stdout(printed),
@@ -47,6 +52,30 @@ def simulated() -> Iterator[None]:
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
     # a GPU calls it an illegal instruction
     assert not any(start % 16 for start in _STARTS), f"copies from bytes {sorted(_STARTS)}"
+
+
+class _Sum:
+    """Sums of products whose left operand may be in registers."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.value = jnp.zeros(shape, jnp.float32)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.value[index]
+
+
+def _of_sums(wgmma: Callable[..., None]) -> Callable[..., None]:
+    """The product, added to a `_Sum` where the accumulator is one."""
+
+    def run(acc: Any, a: Any, b: Any) -> None:
+        if isinstance(acc, _Sum):
+            a, b = (x.astype(jnp.float32) if isinstance(x, jax.Array) else x[...] for x in (a, b))
+            product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+            acc.value = acc.value + product
+        else:
+            wgmma(acc, a, b)
+
+    return run
 
 
 def _noting(copy: Callable[..., None], at: int) -> Callable[..., None]:

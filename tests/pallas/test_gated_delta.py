@@ -109,7 +109,7 @@ def test_chunks_match_float64(case, implementation):
 @pytest.mark.parametrize("implementation", CHUNK)
 def test_an_infinite_decay_resets_the_state(implementation):
     """NUM-14: after a token with log decay -inf nothing of the old state is left."""
-    tensor_cores = "tensor_" if implementation == "triton" else ""
+    tensor_cores = {"triton": "tensor_", "mosaic_hopper": "wide_"}.get(implementation, "")
     inputs = case_inputs("chunks", f"{tensor_cores}strong_decay_and_reset")
     state = inputs["state"]
     one = call(chunks, inputs, implementation)
@@ -209,7 +209,8 @@ def test_the_two_forms_agree(name):
 @pytest.mark.parametrize("implementation", CHUNK)
 def test_a_cut_between_calls_changes_nothing_much(implementation):
     """A prompt in pieces, not of whole chunks, ends in the state of the prompt in one piece."""
-    inputs = case_inputs("chunks", "tensor_three_groups")
+    width = "wide" if implementation == "mosaic_hopper" else "tensor"
+    inputs = case_inputs("chunks", f"{width}_three_groups")
     tokens = {n: inputs[n] for n in ("qkv", "z", "a", "b")}
     whole, after = call(chunks, inputs, implementation)
     state, found = inputs["state"], []
@@ -223,10 +224,11 @@ def test_a_cut_between_calls_changes_nothing_much(implementation):
     np.testing.assert_array_equal(f64(state.conv), f64(after.conv))
 
 
-@pytest.mark.parametrize("form", ["chunks", "steps", "triton"])
+@pytest.mark.parametrize("form", ["chunks", "steps", "triton", "mosaic_hopper"])
 def test_two_thousand_tokens_stay_near_float64(form):
     """NUM-11: bfloat16 inputs, error of the state under 2e-3 of it and not growing."""
-    source = case_inputs("chunks", "tensor_every_count" if form == "triton" else "bfloat16")
+    kernels = {"triton": "tensor_every_count", "mosaic_hopper": "wide_one_key"}
+    source = case_inputs("chunks", kernels.get(form, "bfloat16"))
     rng = np.random.default_rng(11)
     length, marks = 2000, (500, 1000, 1500, 2000)
     inputs = source | {"state": jax.tree.map(lambda x: x[:1], source["state"])}
@@ -256,13 +258,13 @@ def test_two_thousand_tokens_stay_near_float64(form):
     if form == "steps":
         states = by_steps(tokens, inputs["state"])
         found = [states[m - 1, 0] for m in marks]
-    elif form == "triton":
+    elif form in kernels:
         # in pieces, since the interpreter takes its time
         state, found = inputs["state"], []
         for mark in marks:
             piece = {n: x[:, mark - 500 : mark] for n, x in tokens.items()}
             given = fixed | piece | dict(state=state, count=jnp.full(1, 500, jnp.int32))
-            state = call(chunks, given, "triton")[1]
+            state = call(chunks, given, form)[1]
             found.append(state.recurrent[0])
     else:
         found = [by_chunks(tokens, inputs["state"], jnp.full(1, m))[0] for m in marks]

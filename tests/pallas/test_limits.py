@@ -103,6 +103,10 @@ def test_chunks_of_gated_delta_net():
     qkv, weights, state = inputs["qkv"], inputs["weights"], inputs["state"]
     refused("bfloat16 projections", chunks, qkv.astype(F32), *arrays[1:], **static)
     taps = dataclasses.replace(weights, conv1d=weights.conv1d[:, :3])
+    wide = dataclasses.replace(weights, conv1d=weights.conv1d.astype(F32))
+    refused("bfloat16 taps", chunks, *arrays[:4], wide, *arrays[5:], **static)
+    mosaic = static | {"implementation": "mosaic_hopper"}
+    refused("heads of 128 channels, not 16 and 32", chunks, *arrays, **mosaic)
     refused("4 taps, not 3", chunks, *arrays[:4], taps, *arrays[5:], **static)
     small = dataclasses.replace(state, recurrent=state.recurrent[:, :, :8])
     refused("at least 16 channels", chunks, *arrays[:5], small, *arrays[6:], **static)

@@ -16,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas.gated_delta import limits, reference
-from qwen4jax.pallas.registry import TMA, Kernel, Operation
+from qwen4jax.pallas.registry import HOPPER, TMA, Kernel, Operation
 from qwen4jax.state import DeltaNetState
 
 
@@ -70,6 +70,12 @@ CHUNK = Operation(
     {
         "reference": reference.chunks,
         "triton": Kernel(_TRITON_CHUNKS, needs=("triton",), refuses=limits.chunks),
+        "mosaic_hopper": Kernel(
+            "qwen4jax.pallas.gated_delta.mosaic_chunks.chunks",
+            needs=("triton",),
+            refuses=limits.mosaic_chunks,
+            **HOPPER,
+        ),
     },
 )
 

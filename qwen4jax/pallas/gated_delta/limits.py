@@ -8,7 +8,7 @@ MOST_PLACES = 8
 TAPS = 4
 # the tensor cores' smallest depth
 LEAST_CHANNELS = 16
-# a thread of a Mosaic warpgroup each
+# of a head in Mosaic: a thread of a warpgroup each, or two CTAs' rows of wgmma
 MOSAIC_CHANNELS = 128
 
 
@@ -21,9 +21,8 @@ def step(qkv, z, a, b, weights, state, **_) -> str | None:
 
 def mosaic_step(qkv, z, a, b, weights, state, **_) -> str | None:
     """Limits of a step in Mosaic."""
-    if state.recurrent.shape[2:] != (MOSAIC_CHANNELS, MOSAIC_CHANNELS):
-        key, value = state.recurrent.shape[2:]
-        return f"needs heads of {MOSAIC_CHANNELS} channels, not {key} and {value}"
+    if reason := _mosaic_heads(state):
+        return reason
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in (qkv, z)):
         return f"takes bfloat16 or float32 projections, not {qkv.dtype} and {z.dtype}"
     return step(qkv, z, a, b, weights, state)
@@ -42,9 +41,23 @@ def chunks(qkv, z, a, b, weights, state, count, **_) -> str | None:
         return f"needs bfloat16 projections and history, not {qkv.dtype} and {state.conv.dtype}"
     if weights.conv1d.shape[1] != TAPS:
         return f"needs a convolution of {TAPS} taps, not {weights.conv1d.shape[1]}"
+    if weights.conv1d.dtype != jnp.bfloat16:
+        return f"needs bfloat16 taps, not {weights.conv1d.dtype}"
     if min(state.recurrent.shape[2:]) < LEAST_CHANNELS:
         return f"needs heads of at least {LEAST_CHANNELS} channels"
     return _heads(state, 1)
+
+
+def mosaic_chunks(qkv, z, a, b, weights, state, count, **_) -> str | None:
+    """Limits of a run of chunks in Mosaic."""
+    return _mosaic_heads(state) or chunks(qkv, z, a, b, weights, state, count)
+
+
+def _mosaic_heads(state) -> str | None:
+    if state.recurrent.shape[2:] != (MOSAIC_CHANNELS, MOSAIC_CHANNELS):
+        key, value = state.recurrent.shape[2:]
+        return f"needs heads of {MOSAIC_CHANNELS} channels, not {key} and {value}"
+    return None
 
 
 def _heads(state, places: int) -> str | None:

@@ -1,4 +1,4 @@
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
 """Triton kernels of Gated DeltaNet over many tokens: the WY form on tensor cores.
 
 Four launches: the convolution of all tokens; what each chunk of 64 needs before it knows its state,
@@ -52,13 +52,14 @@ def _place(
 
 
 @triton.jit
-def _taps(taps, channel, C: tl.constexpr, CB: tl.constexpr):
-    """The four taps of `CB` channels."""
-    at = taps + channel[:, None] * 4 + tl.arange(0, 4)[None, :]
-    w = tl.load(at, mask=(channel < C)[:, None], other=0.0).to(tl.float32)
-    even, odd = w.reshape(CB, 2, 2).split()
-    w0, w2 = even.split()
-    w1, w3 = odd.split()
+def _taps(taps, channel, C: tl.constexpr):
+    """The four bfloat16 taps of some channels, a channel's by one load of 8 bytes."""
+    words = tl.load(
+        taps.to(tl.pointer_type(tl.int64), bitcast=True) + channel, mask=channel < C, other=0
+    )
+    low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
+    w0, w1 = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
+    w2, w3 = (high << 16).to(tl.float32, bitcast=True), (high & -65536).to(tl.float32, bitcast=True)
     return w0, w1, w2, w3
 
 
@@ -82,13 +83,15 @@ def convolve_kernel(
             x = _place(qkv, conv, row, n - 3 + j, n, channel, T, C)
             tl.store(after + (row * 3 + j) * C + channel, x, mask=channel < C)
     if first < tl.cdiv(n, CHUNK) * CHUNK:
-        w0, w1, w2, w3 = _taps(taps, channel, C, CB)
-        x0 = _place(qkv, conv, row, first - 3, n, channel, T, C).to(tl.float32)
-        x1 = _place(qkv, conv, row, first - 2, n, channel, T, C).to(tl.float32)
-        x2 = _place(qkv, conv, row, first - 1, n, channel, T, C).to(tl.float32)
+        # all at once: behind a store the compiler asks for nothing, as it may be what was stored
+        x = ()
+        for i in tl.static_range(TB + 3):
+            x = x + (_place(qkv, conv, row, first - 3 + i, n, channel, T, C),)  # noqa: RUF005
+        w0, w1, w2, w3 = _taps(taps, channel, C)
         to = mixed + (row.to(tl.int64) * PADDED + first) * C + channel
+        x0, x1, x2 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32)
         for i in tl.static_range(TB):
-            x3 = _place(qkv, conv, row, first + i, n, channel, T, C).to(tl.float32)
+            x3 = x[i + 3].to(tl.float32)
             y = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
             y = tl.where(first + i < n, silu(y), 0.0)
             tl.store(to + i * C, y.to(mixed.dtype.element_ty), mask=channel < C)
@@ -131,7 +134,7 @@ def recur_kernel(
     raw_at = raw + row.to(tl.int64) * (T * V * E) + head * E
     part = (row * N * V + head).to(tl.int64)
     mixing_at = mixing + part * (CHUNK * CHUNK)
-    solve_at = solve.to(tl.pointer_type(tl.float16), bitcast=True) + part * (2 * CHUNK * CHUNK)
+    solve_at = solve + part * (2 * CHUNK * CHUNK)
     scales_at = scales + part * (4 * CHUNK)
     keys = t[:, None] * (2 * H * K) + kk[None, :]
     values = t[:, None] * C + e[None, :]
@@ -208,11 +211,15 @@ def finish_kernel(
     t = tl.program_id(1) * TB + tl.arange(0, TB)
     e = tl.arange(0, E)
     at = (row.to(tl.int64) * T + t[:, None]) * (V * E) + head * E + e[None, :]
+    there = (t < T)[:, None]
+    # before `count` is known: what is behind it may be anything, and is not looked at
+    o = tl.load(raw + at, mask=there, other=0.0)
+    gate = tl.load(z + at, mask=there, other=0.0)
+    gain = tl.load(norm + e)
     live = (t < tl.load(count + row))[:, None]
-    o = tl.load(raw + at, mask=live, other=0.0).to(tl.float32)
-    gate = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
-    o = _gated(o, gate, tl.load(norm + e).to(tl.float32), EPS, E, SIGMOID)
-    tl.store(out + at, o.to(out.dtype.element_ty), mask=(t < T)[:, None])
+    tl.debug_barrier()
+    o = _gated(o.to(tl.float32), gate.to(tl.float32), gain.to(tl.float32), EPS, E, SIGMOID)
+    tl.store(out + at, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=there)
 
 
 # tokens and channels of a convolution's program, 4 channels a thread
@@ -223,61 +230,74 @@ _PREPARE_WARPS = 4
 _FINISH_TOKENS = 16
 
 
-def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
-    """See `qwen4jax.pallas.gated_delta.chunks`."""
+def prepared(qkv, a, b, weights, conv, count, *, heads, key_heads, key):
+    """What needs no state: the convolution, its history after `count`, what chunks prepare."""
     rows, places, width = qkv.shape
-    _, heads, key, value = state.recurrent.shape
     size = CHUNK.value
     number = triton.cdiv(places, size)
     like = jax.ShapeDtypeStruct
     label = f"{rows}x{places}"
     channels = min(_CONV_CHANNELS, triton.next_power_of_2(width))
     mixed, history = triton_call(
-        qkv, weights.conv1d, state.conv, count,
+        qkv, weights.conv1d, conv, count,
         kernel=convolve_kernel,
         name=f"gated_delta_convolve_{label}",
-        out=(
-            like((rows, number * size, width), qkv.dtype),
-            like(state.conv.shape, state.conv.dtype),
-        ),
+        out=(like((rows, number * size, width), qkv.dtype), like(conv.shape, conv.dtype)),
         grid=(triton.cdiv(width, channels), number * (size // _CONV_TOKENS), rows),
         T=places, PADDED=number * size, C=width, TB=_CONV_TOKENS, CB=channels,
     )  # fmt: skip
-    sizes = dict(T=places, N=number, H=key_heads, V=heads, K=key, C=width)
-    narrow, solve, mixing, scales = triton_call(
+    group = next(n for n in (3, 4, 2, 1) if heads // key_heads % n == 0)
+    more = triton_call(
         mixed, a, b, weights.A_log, weights.dt_bias, count,
         kernel=prepare_kernel,
         name=f"gated_delta_prepare_{label}",
         out=(
             like((rows, number * size, 2, key_heads, key), jnp.float16),
-            like((rows, number, heads, size, size), jnp.float32),
+            like((rows, number, heads, 2, size, size), jnp.float16),
             like((rows, number, heads, size, size), jnp.float16),
             like((rows, number, heads, 4, size), jnp.float32),
         ),
-        grid=(number, heads, rows),
+        grid=(number, heads // group, rows),
         num_warps=_PREPARE_WARPS,
-        **sizes,
+        T=places, N=number, H=key_heads, V=heads, K=key, C=width,
+        G=group, GP=triton.next_power_of_2(group),
     )  # fmt: skip
+    return history, (mixed, *more)
+
+
+def finished(raw, z, norm, count, activation, eps, heads):
+    """The outputs: norm of each head, times the gate."""
+    rows, places, width = z.shape
+    return triton_call(
+        raw, z, norm, count,
+        kernel=finish_kernel,
+        name=f"gated_delta_finish_{rows}x{places}",
+        out=jax.ShapeDtypeStruct(z.shape, z.dtype),
+        grid=(heads, triton.cdiv(places, _FINISH_TOKENS), rows),
+        T=places, V=heads, E=width // heads, TB=_FINISH_TOKENS,
+        EPS=eps, SIGMOID=activation == "sigmoid",
+    )  # fmt: skip
+
+
+def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
+    """See `qwen4jax.pallas.gated_delta.chunks`."""
+    rows, places, width = qkv.shape
+    _, heads, key, value = state.recurrent.shape
+    sizes = dict(heads=heads, key_heads=key_heads, key=key)
+    history, given = prepared(qkv, a, b, weights, state.conv, count, **sizes)
+    like = jax.ShapeDtypeStruct
     part = min(_RECUR_CHANNELS, value)
     recurrent, raw = triton_call(
-        mixed, narrow, solve, mixing, scales, count, state.recurrent,
+        *given, count, state.recurrent,
         kernel=recur_kernel,
-        name=f"gated_delta_recur_{label}",
+        name=f"gated_delta_recur_{rows}x{places}",
         out=(like(state.recurrent.shape, jnp.float32), like(z.shape, jnp.bfloat16)),
         grid=(heads * (value // part), rows),
         num_warps=_RECUR_WARPS,
         num_stages=_RECUR_STAGES,
         aliases={6: 0},
+        T=places, N=triton.cdiv(places, CHUNK.value), H=key_heads, V=heads, K=key, C=width,
         E=value, EB=part,
-        **sizes,
     )  # fmt: skip
-    out = triton_call(
-        raw, z, weights.norm, count,
-        kernel=finish_kernel,
-        name=f"gated_delta_finish_{label}",
-        out=like(z.shape, qkv.dtype),
-        grid=(heads, triton.cdiv(places, _FINISH_TOKENS), rows),
-        T=places, V=heads, E=value, TB=_FINISH_TOKENS,
-        EPS=eps, SIGMOID=activation == "sigmoid",
-    )  # fmt: skip
+    out = finished(raw, z, weights.norm, count, activation, eps, heads)
     return out, dataclasses.replace(state, conv=history, recurrent=recurrent)

@@ -105,9 +105,10 @@ def commit_layers_kernel(
         )  # fmt: skip
 
 
-# key channels of a commit's program: of one row 192 programs, which fill the chip once
-_COMMIT_ROWS = 32
-_COMMIT_WARPS = 8
+# key channels of a program, all of a released head: 36 layers of one row take 76.9 us on an H200,
+# with 32 of them and 8 warps 82.6
+_COMMIT_ROWS = 128
+_COMMIT_WARPS = 16
 
 
 def commit(states, factors, count):

@@ -63,15 +63,17 @@ def _four(at, N: tl.constexpr):
 
 
 @triton.jit
-def _invert_blocks(m):
-    """In place: `A` in each diagonal block of 16 rows becomes `(I + A)^-1`.
+def _invert_blocks(m, heads):
+    """In place: `A` in each diagonal block of 16 rows becomes `(I + A)^-1`, for one or two heads.
 
-    A thread solves for a column, row by row: nothing passes between threads. Two do for the same
-    one, as Triton gives a load of 16 bytes only to a tensor that has four values for each of them.
+    A thread solves for a column, row by row: nothing passes between threads. For one head two do
+    for the same one, as Triton gives a load of 16 bytes only to a tensor that has four values for
+    each of them.
     """
-    thread = tl.arange(0, 2 * CHUNK)
-    c = thread % CHUNK
-    own = m + c // _BLOCK * (_BLOCK * CHUNK + _BLOCK)
+    column = tl.arange(0, 2 * CHUNK)
+    c = column % CHUNK
+    own = m + tl.minimum(column // CHUNK, heads - 1) * (CHUNK * CHUNK)
+    own += c // _BLOCK * (_BLOCK * CHUNK + _BLOCK)
     solved, minus = (), ()
     for i in tl.static_range(_BLOCK):
         x = tl.where(c % _BLOCK == i, 1.0, 0.0)
@@ -84,7 +86,7 @@ def _invert_blocks(m):
         solved, minus = solved + (x,), minus + (-x,)  # noqa: RUF005
     tl.debug_barrier()
     for i in tl.static_range(_BLOCK):
-        tl.store(own + i * CHUNK + c % _BLOCK, solved[i], mask=thread < CHUNK)
+        tl.store(own + i * CHUNK + c % _BLOCK, solved[i], mask=column < heads * CHUNK)
     tl.debug_barrier()
 
 
@@ -97,30 +99,21 @@ def _product(x, y):
 
 
 @triton.jit
-def _corner(m, SIZE: tl.constexpr):
-    """Where the lower left corner of `2 SIZE` rows is, and it when all of them are inverted.
+def _join(m, N: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr):
+    """In place: `N` inverses of `2 SIZE` rows from those of their halves.
 
-    The inverse of `[[A, 0], [X, B]]` is `[[A', 0], [-B' X A', B']]`.
+    The inverse of `[[A, 0], [X, B]]` is `[[A', 0], [-B' X A', B']]`. A head's come one after the
+    other, then the next head's. `PADDED` is a power of two.
     """
-    i = tl.arange(0, SIZE)
-    at = m + i[:, None] * CHUNK + i[None, :]
+    PER: tl.constexpr = CHUNK // (2 * SIZE)
+    n, i = tl.arange(0, PADDED), tl.arange(0, SIZE)
+    own = tl.minimum(n, N - 1)
+    start = m + own // PER * (CHUNK * CHUNK) + own % PER * (2 * SIZE * (CHUNK + 1))
+    at = start[:, None, None] + i[None, :, None] * CHUNK + i[None, None, :]
     corner = at + SIZE * CHUNK
     x = _product(_product(tl.load(corner + SIZE), tl.load(corner)), tl.load(at))
-    return corner, -x
-
-
-@triton.jit
-def _join_blocks(m):
-    """In place: the inverse of all rows from those of the four blocks."""
-    first, x = _corner(m, _BLOCK)
-    second, y = _corner(m + 2 * _BLOCK * (CHUNK + 1), _BLOCK)
     tl.debug_barrier()
-    tl.store(first, x)
-    tl.store(second, y)
-    tl.debug_barrier()
-    last, x = _corner(m, 2 * _BLOCK)
-    tl.debug_barrier()
-    tl.store(last, x)
+    tl.store(corner, -x, mask=(n < N)[:, None, None])
     tl.debug_barrier()
 
 
@@ -136,34 +129,45 @@ def _narrow(x, to, wanted):
 
 
 @triton.jit
+def _column(x, i):
+    """Column `i` of [CHUNK, a power of two]."""
+    own = (tl.arange(0, x.shape[1]) == i)[None, :]
+    return tl.sum(tl.where(own, x, 0.0), axis=1)
+
+
+@triton.jit
 def prepare_kernel(
     mixed, a, b, a_log, dt_bias, count,
     narrow, solve, mixing, scales,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
-    K: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head: all that does not depend on the state.
+    """One chunk of `G` value heads of a key head: all that does not depend on the state.
 
+    `GP` is the power of two not below `G`.
     `narrow` has queries and keys in float16, brought near unit norm by powers of two, which is
     exact but for what is below 2**-25 of the norm.
     `solve` is `(I + A)^-1 diag(beta)` with `A = beta_i k_i k_j exp(g_j+1 + ... + g_i)` below the
     diagonal, as two float16 matrices in the memory of one of float32, where it is also inverted;
     `mixing` has the products of queries with keys; `scales` the factors of rows.
     """
-    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = tl.arange(0, CHUNK)
+    SQUARE: tl.constexpr = CHUNK * CHUNK
+    chunk, row = tl.program_id(0), tl.program_id(2)
+    head = tl.program_id(1) * G
+    t, h = tl.arange(0, CHUNK), tl.arange(0, GP)
     tokens = row.to(tl.int64) * (N * CHUNK) + chunk * CHUNK + t
     key_head, kk = head // (V // H), tl.arange(0, K)
-    # all at once, as a load behind a branch waits for those before it; keys too would be more than
-    # the registers of three programs on a multiprocessor
+    # all at once, as a load behind a branch waits for those before it
     n = tl.load(count + row)
     at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
     q = tl.load(at)
     token = chunk * CHUNK + t
-    gate = (row * T + token) * V + head
-    a = tl.load(a + gate, mask=token < T, other=0.0)
-    b = tl.load(b + gate, mask=token < T, other=0.0)
-    a_log, dt_bias = tl.load(a_log + head), tl.load(dt_bias + head)
+    gate = ((row * T + token) * V + head)[:, None] + h[None, :]
+    there = (token < T)[:, None] & (h < G)[None, :]
+    a = tl.load(a + gate, mask=there, other=0.0)
+    b = tl.load(b + gate, mask=there, other=0.0)
+    of = head + tl.minimum(h, G - 1)
+    a_log, dt_bias = tl.load(a_log + of)[None, :], tl.load(dt_bias + of)[None, :]
     if chunk * CHUNK < n:
         to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
         first = head % (V // H) == 0
@@ -171,7 +175,7 @@ def prepare_kernel(
         k = tl.load(at + H * K)
         k_unit, k_rest = _narrow(k, to + H * K, first)
 
-        g, beta = _gates(a, b, a_log, dt_bias, token < n)
+        g, beta = _gates(a, b, a_log, dt_bias, (token < n)[:, None])
         # sums of the coarse parts are exact and those of the rest small: a difference of two sums
         # is then as good as a sum of the tokens between them
         coarse = tl.floor(g * _GRID + 0.5) / _GRID
@@ -179,31 +183,41 @@ def prepare_kernel(
         total_coarse, total_fine = tl.sum(parts, axis=0).split()
         coarse, fine = tl.cumsum(parts, axis=0).split()
         since = exp(coarse + fine)
-        rest = exp(tl.minimum((total_coarse - coarse) + (total_fine - fine), 0.0))
-        between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-        lower = t[:, None] >= t[None, :]
-        weight = tl.where(lower, exp(tl.minimum(between, 0.0)), 0.0) * k_unit[None, :]
+        left = (total_coarse[None, :] - coarse) + (total_fine[None, :] - fine)
+        rest = exp(tl.minimum(left, 0.0))
 
         part = (row * N + chunk) * V + head
-        to = scales + part * (4 * CHUNK) + t
-        tl.store(to, since * k_rest)
-        tl.store(to + CHUNK, since * (q_rest * K**-0.5))
-        tl.store(to + 2 * CHUNK, rest * k_rest)
-        tl.store(to + 3 * CHUNK, exp(total_coarse + total_fine) + tl.zeros_like(rest))
+        to = scales + (part + h)[None, :] * (4 * CHUNK) + t[:, None]
+        here = (h < G)[None, :] & (t >= 0)[:, None]
+        tl.store(to, since * k_rest[:, None], mask=here)
+        tl.store(to + CHUNK, since * (q_rest * K**-0.5)[:, None], mask=here)
+        tl.store(to + 2 * CHUNK, rest * k_rest[:, None], mask=here)
+        whole = exp(total_coarse + total_fine)[None, :] + tl.zeros_like(rest)
+        tl.store(to + 3 * CHUNK, whole, mask=here)
 
-        start = part.to(tl.int64) * (CHUNK * CHUNK)
+        start = part.to(tl.int64) * SQUARE
         square = t[:, None] * CHUNK + t[None, :]
-        pairs = tl.dot(q, tl.trans(k)) * weight * (q_unit * (SCALE * K**-0.5))[:, None]
-        tl.store(mixing + start + square, pairs.to(tl.float16))
-        pairs = tl.dot(k, tl.trans(k)) * weight * (beta * k_unit)[:, None]
-        system = tl.where(t[:, None] > t[None, :], pairs, 0.0)
-        m = solve + start
-        tl.store(m + square, system)
+        lower, below = t[:, None] >= t[None, :], t[:, None] > t[None, :]
+        mixed_pairs = tl.dot(q, tl.trans(k)) * (q_unit * (SCALE * K**-0.5))[:, None]
+        mixed_pairs = tl.where(lower, mixed_pairs * k_unit[None, :], 0.0)
+        pairs = tl.where(below, tl.dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :], 0.0)
+        m = solve.to(tl.pointer_type(tl.float32), bitcast=True) + start
+        for i in tl.range(G, num_stages=1):
+            coarse_i, fine_i = _column(coarse, i), _column(fine, i)
+            between = coarse_i[:, None] - coarse_i[None, :]
+            between += fine_i[:, None] - fine_i[None, :]
+            weight = exp(tl.minimum(between, 0.0))
+            tl.store(mixing + start + i * SQUARE + square, (mixed_pairs * weight).to(tl.float16))
+            tl.store(m + i * SQUARE + square, pairs * weight * _column(beta, i)[:, None])
         tl.debug_barrier()
-        _invert_blocks(m)
-        _join_blocks(m)
-        high, low = split(tl.load(m + square) * (beta * SCALE)[None, :])
-        tl.debug_barrier()
-        halves = m.to(tl.pointer_type(tl.float16), bitcast=True)
-        tl.store(halves + square, high)
-        tl.store(halves + CHUNK * CHUNK + square, low)
+        for i in tl.range(0, G, 2, num_stages=1):
+            _invert_blocks(m + i * SQUARE, tl.minimum(G - i, 2))
+        _join(m, 2 * G, 2 * GP, _BLOCK)
+        _join(m, G, GP, 2 * _BLOCK)
+        to = solve + 2 * start + square
+        for i in tl.range(G, num_stages=1):
+            inverse = tl.load(m + i * SQUARE + square)
+            high, low = split(inverse * (_column(beta, i) * SCALE)[None, :])
+            tl.debug_barrier()
+            tl.store(to + 2 * i * SQUARE, high)
+            tl.store(to + (2 * i + 1) * SQUARE, low)

@@ -11,7 +11,7 @@ registers. Sums over the keys, the triangular system of the WY form and the outp
 of a thread. What all threads need, the convolved queries and keys, the products between the tokens
 and the gates, goes through a few KiB of global memory, read back as broadcasts of 16 bytes: as
 tensors Triton would compute them anew in each thread, or move them through shared memory for every
-use. All of that is done while the state is on its way, and 8 barriers are left.
+use. All but the products is done while the state is on its way, and 8 barriers are left.
 
 A multiprocessor's loads return 128 bytes a clock, so such a broadcast to a warp takes 4 clocks. In
 float32 the queries and keys of 4 tokens would be 4,096 clocks of them, twice the arithmetic of the
@@ -226,7 +226,6 @@ def column_kernel(
     tl.store(factors + t_, exp(tl.maximum(g, _DECAY_FLOOR)))
     tl.store(factors + TP + t_, tl.sigmoid(beta))
     tl.debug_barrier()
-    _pairs(x, pairs, qkv.dtype.element_ty, K, W)
     tl.store(decay + gates, g, mask=live)
     _keep(window, v_raw, row, v_at, C, T + J - 1)
     if head % (V // H) == 0:
@@ -236,7 +235,6 @@ def column_kernel(
     gated = ()
     for t in tl.static_range(T):
         gated = gated + (gain * _gate(z_raw[t].to(tl.float32), SIGMOID),)  # noqa: RUF005
-    tl.debug_barrier()
 
     # all that waits for the state
     words: tl.constexpr = W // 2 if packed else W
@@ -273,6 +271,10 @@ def column_kernel(
             read = read + (columns[i // (2 * side) * 2 + i % 2][i // 2 % side],)  # noqa: RUF005
         else:
             read = read + (columns[i // side][i % side],)  # noqa: RUF005
+
+    # not before the pass over the state, which does not wait for them: 8.5 us instead of 8.8
+    _pairs(x, pairs, qkv.dtype.element_ty, K, W)
+    tl.debug_barrier()
 
     k_unit, between, d, o = (), (), (), ()
     since = 1.0
