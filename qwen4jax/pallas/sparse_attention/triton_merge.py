@@ -7,8 +7,8 @@ import triton.language as tl
 
 from qwen4jax.pallas.triton_call import triton_call
 
-# channels of a program
-_SLICE = 64
+# channels of a program: of many parts, which single queries have, and of fewer
+_FEW_CHANNELS, _CHANNELS, _MANY_PARTS = 32, 64, 33
 
 
 def merge(parts, weights, gate, *, name):
@@ -22,6 +22,7 @@ def merge(parts, weights, gate, *, name):
     """
     rows, places, heads, channels = gate.shape
     total = parts.shape[2]
+    columns = _FEW_CHANNELS if total > _MANY_PARTS else _CHANNELS
     return triton_call(
         parts,
         weights,
@@ -29,13 +30,13 @@ def merge(parts, weights, gate, *, name):
         kernel=_merge,
         name=f"sparse_attention_merge_{name}",
         out=jax.ShapeDtypeStruct((rows, places, heads * channels), gate.dtype),
-        grid=(rows * places * heads, -(-channels // _SLICE)),
+        grid=(rows * places * heads, -(-channels // columns)),
         num_warps=4,
         num_stages=1,
         PARTS=total,
         PARTS_UP=triton.next_power_of_2(total),
         CHANNELS=channels,
-        SLICE=min(_SLICE, triton.next_power_of_2(channels)),
+        SLICE=min(columns, triton.next_power_of_2(channels)),
     )
 
 
