@@ -52,10 +52,18 @@ TUNING = (
     " a program. Projections are since cut as v_m0n16k256w1s5, the selection as v_warps8, the "
     "commit as v_k32_w8; experts' weights are packed where v_packed tells why. Experts from 9 "
     "tokens on ask ahead as v_g2_d3; the boundary is v_few_asks up to 8 rows and v_many_quiet "
-    "above, from 17 rows on as v_many_apart.\n\n"
+    "above, from 17 rows on as v_many_apart. Since then: bf16 experts as v_b_a4win, the commit as "
+    "v_128_16, Gated DeltaNet's step as v_late, a single query's attention as v_old32; what won "
+    "nowhere is what was tried against the defaults of its date.\n\n"
     "`choices.jsonl` has rounds of 46c1bc5 at batch 1 with named implementations, what is too "
     "short to be timed alone: with the router in one launch a round takes 8.20 ms, in two 8.34; "
-    "with the boundary as v_few_asks 8.18, as v_many_quiet 8.26 and 106 kernels more."
+    "with the boundary as v_few_asks 8.18, as v_many_quiet 8.26 and 106 kernels more. Of d70c843: "
+    "with the boundary in one launch 7.63, in two 7.73.\n\n"
+    "`peers.jsonl` has what `.peers/scripts/bench_peers.py` timed of the public kernels of the "
+    "residual, Gated DeltaNet and the experts, on the machine and in the lease of the rounds of "
+    "bcc2444; our kernels of that lease are the profiles of those rounds. Lines of `kernels.jsonl` "
+    "from 5fd66dd on are of graphs in a loop: before, calls of under about 30 us waited for the "
+    "host, and are slower there than they were."
 )
 
 
