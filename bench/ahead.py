@@ -24,6 +24,7 @@ import lzma
 import os
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def or_refused(compile: Callable[[], Kept]) -> Callable[[], Kept]:
 
 def _write_whole(file: Path, data: bytes) -> None:
     """Writes a file that nobody sees before it is complete."""
-    part = file.with_suffix(f".{os.getpid()}.part")
+    part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
     part.write_bytes(data)
     part.replace(file)
 
@@ -186,7 +187,7 @@ def _structure(parts: tuple[Any, list]) -> Any:
 
 
 def _made(device: str) -> dict[str, Any]:
-    """All that a program depends on but its key."""
+    """What a program depends on but its key; XLA's compiler for CUDA is taken to be jaxlib's."""
     package = Path(qwen4jax.__file__).parent
     bench = Path(__file__).parent
     files = [*package.rglob("*.py"), *bench.glob("*.py"), *bench.glob("*.txtpb")]
@@ -233,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--programs",
         type=Path,
         metavar="DIR",
-        help="folder of compiled programs; what is not in it is compiled",
+        help="folder of compiled programs that you made (they are unpickled); the rest is compiled",
     )
     parser.add_argument(
         "--compile-for",

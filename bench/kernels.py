@@ -252,10 +252,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.compile_for:
         return report((row.title, without(row) or "compiled") for row in rows)
     for row in rows:
+        # waits for its programs
         without(row)
     bandwidth = timing.copy_bandwidth()
     print(
-        f"# {jax.devices()[0].device_kind}: {len(rows)} rows compiled in "
+        f"# {jax.devices()[0].device_kind}: {len(rows)} rows ready in "
         f"{time.time() - begun:.1f} s; copy {bandwidth / 1e12:.3f} TB/s",
         flush=True,
     )

@@ -143,7 +143,8 @@ def compile_routes(run: Run, params: Params) -> Kept:
 
 def graph_segments(name: str) -> int | None:
     """Command buffers of a compiled round, from XLA's own plan; None if it wrote none."""
-    plans = sorted(Path(HLO_DUMP).glob(f"*jit_{name}.*thunk_sequence_after_thunk_passes.txt"))
+    plans = list(Path(HLO_DUMP).glob(f"*jit_{name}.*thunk_sequence_after_thunk_passes.txt"))
     if not plans:
         return None
-    return len(re.findall(r"kCommandBuffer", plans[-1].read_text()))
+    newest = max(plans, key=lambda plan: plan.stat().st_mtime)
+    return len(re.findall(r"kCommandBuffer", newest.read_text()))

@@ -47,7 +47,13 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How often a case is called in a graph, over how many copies of its arrays, and the graph."""
+    """How often a case is called.
+
+    Attributes:
+        copies: of its arrays.
+        calls: in a graph.
+        passes: of the loop that a program is, whose body is the graph.
+    """
 
     copies: int
     calls: int
@@ -55,7 +61,7 @@ class Plan:
 
 
 def plan(operation: Operation, arrays: Inputs, out: Any, nbytes: int, calls: int) -> Plan:
-    """Copies that outgrow the cache and the memory allows; calls worth a graph's launch.
+    """Copies that outgrow the cache and the memory allows; calls and passes worth a launch.
 
     What is too small to outgrow the cache stays in it, as activations do in a decode round.
     """

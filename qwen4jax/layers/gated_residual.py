@@ -62,7 +62,10 @@ def read(
 def read_final(
     params: FinalMixer, config: Config, residual: Residual
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T R D"]]:
-    """The hidden state that the output head sees, and the settled streams that it is of."""
+    """The hidden state that the output head sees, and the settled streams that it is of.
+
+    The counter ends here: every later launch that counts waits for one of the two.
+    """
     weights = params.hc_norm, params.input_mix_weight_down, params.input_mix_weight_up, None
     with jax.named_scope("gated_residual"):
         given = residual.streams, residual.pending, *weights, residual.counter

@@ -116,10 +116,13 @@ def test_some_options_are_of_the_released_geometry(option: str):
 def test_the_drafted_vocabulary_and_the_mode_stand_in_the_report():
     assert report._stored("x layers=4 kv=bf16 draft_vocab=9") == "kv=bf16 draft_vocab=9"
     # lines are older than modes
-    assert report._ahead({"compiled": "ahead"}) == ["compiled=ahead"]
-    assert report._ahead({"compiled": "here"}) == report._ahead({}) == []
     assert report._mode({"mode": "server"}) == ["mode=server"]
     assert report._mode({"mode": "greedy"}) == report._mode({}) == []
+
+
+def test_where_a_round_was_compiled_stands_in_the_report():
+    assert report._ahead({"compiled": "ahead"}) == ["compiled=ahead"]
+    assert report._ahead({"compiled": "here"}) == report._ahead({}) == []
 
 
 def test_rounds_of_other_modes_are_not_mixed_with_greedy_ones(monkeypatch, tmp_path: Path):

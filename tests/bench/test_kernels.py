@@ -212,10 +212,10 @@ def test_a_chain_calls_as_often_as_it_says():
     case = next(c for c in operation.cases if c.name == "float32")
     arrays, static = split(draw(case))
     call = lambda given: operation.function(**given, **static, implementation="reference")  # noqa: E731
-    program = timing.compile_chain(operation, call, arrays, None, timing.Plan(2, 6))
+    program = timing.compile_chain(operation, call, arrays, None, timing.Plan(2, 6, passes=2))
     carried, fixed = timing.divide(operation, arrays)
     states, _ = program([timing.copies(carried) for _ in range(2)], [fixed] * 2, [None] * 6)
-    want = arrays["streams"] + 3 * arrays["inject"][..., None] * arrays["y"][..., None, :]
+    want = arrays["streams"] + 6 * arrays["inject"][..., None] * arrays["y"][..., None, :]
     for state in states:
         np.testing.assert_allclose(
             np.asarray(state["streams"]), np.asarray(want), rtol=1e-5, atol=1e-4

@@ -21,8 +21,11 @@ from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.skinny_matmul import cases as skinny_matmul
 from qwen4jax.pallas.skinny_matmul import projections
 
-# chunks of prompts, for which an implementation has other kernels or options than for a round
+# chunks of prompts, and many requests: other kernels or options than for a round of one
 CHUNKS = {
+    "skinny_matmul": ("delta_out_128",),
+    "skinny_matmul.projections": ("delta_in_128",),
+    "skinny_matmul.argmax": ("lm_head_128",),
     "moe.experts": ("released_shared_nvfp4_2048", "released_shared_fp8_2048"),
     "index_score": ("released_chunk_of_2048",),
     "index_topk": ("released_best_chunk_of_2048_at_64k",),

@@ -6,8 +6,10 @@ with simulated():
     step(..., implementation="mosaic_hopper")
 
 It knows wgmma with both operands in shared memory only: `accumulate` of `gated_delta.mosaic_chunks`
-gets sums of its own here. It has no semaphores, so that the stages of the gated residual's
-boundary, which wait for each other in one launch, are launched here one after the other.
+gets sums of its own here, made at once: whether operands outlive a product that is under way is
+seen on a device only (`tests/gpu/test_cases.py`). It has no semaphores, so that the stages of the
+gated residual's boundary, which wait for each other in one launch, are launched here one after the
+other.
 """
 
 import contextlib

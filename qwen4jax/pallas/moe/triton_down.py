@@ -108,7 +108,7 @@ def _routed_down(
     FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
-    ASKED: tl.constexpr,
+    ASK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """16 W columns of the parts of a tile of pairs, if there is one."""
@@ -127,7 +127,7 @@ def _routed_down(
     else:
         lead, pairs = members(ids, expert, place, T, K, KP)
     if lead:
-        if ASKED > 0:
+        if ASK:
             ask(weight, expert * D + row, AHEAD, F // C, F, C, False, W)
         if FORM == NVFP4:
             # before the products, which need not wait for it
@@ -163,7 +163,7 @@ def down_kernel(
     FORM: tl.constexpr,
     W: tl.constexpr,
     AHEAD: tl.constexpr,
-    ASKED: tl.constexpr,
+    ASK: tl.constexpr,
     SHARED: tl.constexpr,
     LISTED: tl.constexpr,
     SUM: tl.constexpr,
@@ -198,7 +198,7 @@ def down_kernel(
         FORM: stored form.
         W: warps.
         AHEAD: steps asked for ahead.
-        ASKED: whether the cache is asked for the other steps, if not 0; of bfloat16 alone.
+        ASK: whether the cache is asked for the other steps; of bfloat16 alone.
         SHARED: groups of 8 tokens for the shared expert, or 0.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         SUM: whether to add up; otherwise `out` is left as it is.
@@ -229,7 +229,7 @@ def down_kernel(
             FORM,
             W,
             AHEAD,
-            ASKED,
+            ASK,
             LISTED,
         )
     if SUM:

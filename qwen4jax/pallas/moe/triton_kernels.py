@@ -113,7 +113,6 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         C=columns,
         L=elements,
         FORM=form,
-        ASKED=ASKED_PLAIN if form == "bf16" else 0,
         LISTED=listed,
     )
     rows = tokens * choices + (tokens if groups else 0)
@@ -133,6 +132,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
             jax.ShapeDtypeStruct((counters,), jnp.int32),
         ),
         grid=(width // 16, places),
+        ASKED=ASKED_PLAIN if form == "bf16" else 0,
         num_warps=warps,
         W=warps,
         AHEAD=min(gate_up_ahead, hidden // (columns * warps)),
@@ -153,6 +153,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         name=f"experts_down_{form}_{tokens}x{choices}x{hidden}x{width}",
         out=(counter, jax.ShapeDtypeStruct((rows, hidden), jnp.float32), total),
         grid=(blocks, places),
+        ASK=form == "bf16",
         num_warps=warps,
         aliases={9: 0},
         W=warps,

@@ -135,14 +135,21 @@ CASES = (
     *(_case(f"{form}_edges", (3,), 7, 48, form=form) for form in _FORMS),
     *(_case(f"{form}_ragged_tiles", (9,), 200, 384, BF16, form=form) for form in _FORMS),
     *(_case(f"{form}_wide_tiles", (3,), 6403, 128, BF16, form=form) for form in _FORMS),
+    *(
+        _case(f"{form}_{rows}_rows", (rows,), 200, 384, BF16, form=form)
+        for form in _FORMS
+        for rows in (40, 67)
+    ),
     _case("fp8_to_float32", (3,), 130, 256, BF16, form="fp8", out_dtype=F32),
     _several("three_forms", (3,), (130, 48, 7), 256, forms=("fp8", "", "nvfp4")),
+    _several("three_forms_40_rows", (40,), (130, 48, 7), 256, forms=("fp8", "", "nvfp4")),
     _argmax("float32", (2, 3), 48, 32, F32),
     _argmax("one_output", (2,), 1, 128),
     _argmax("ragged_tiles", (17,), 83, 384),
     _argmax("wide_tiles", (1, 3), 6403, 128),
     _argmax("square_tiles", (2, 20), 12803, 128),
     *(_argmax(f"{form}_ragged_tiles", (9,), 200, 256, form=form) for form in _FORMS),
+    *(_argmax(f"{form}_40_rows", (40,), 200, 256, form=form) for form in _FORMS),
     Case("argmax", "ties", _ties),
     Case("argmax", "not_finite", _not_finite),
     *(

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from qwen4jax.pallas.triton_call import triton_call
 
-# channels of a program: of many parts, which single queries have, and of fewer
-_FEW_CHANNELS, _CHANNELS, _MANY_PARTS = 32, 64, 33
+# channels of a program: up to the 33 parts that 4 queries have, and of more, which a single one has
+_CHANNELS, _FEW_PARTS, _FEW_CHANNELS = 64, 33, 32
 
 
 def merge(parts, weights, gate, *, name):
@@ -22,7 +22,7 @@ def merge(parts, weights, gate, *, name):
     """
     rows, places, heads, channels = gate.shape
     total = parts.shape[2]
-    columns = _FEW_CHANNELS if total > _MANY_PARTS else _CHANNELS
+    columns = _CHANNELS if total <= _FEW_PARTS else _FEW_CHANNELS
     return triton_call(
         parts,
         weights,
