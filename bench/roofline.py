@@ -22,7 +22,8 @@ def losses(record: dict) -> list[tuple[str, float, float]]:
     rows = [
         (n, record["parts_ms"].get(n, 0.0), record["floor_parts_ms"].get(n, 0.0)) for n in names
     ]
-    return sorted(rows, key=lambda row: row[2] - row[1])
+    # what is printed alike stands in the order of names: a set has none
+    return sorted(rows, key=lambda row: (round(row[2] - row[1], 3), row[0]))
 
 
 def table(record: dict) -> str:

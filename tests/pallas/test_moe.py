@@ -156,7 +156,7 @@ def test_nvfp4_products_are_exact_in_the_kernel():
     tokens, rows, columns = 8, 64, 128
     down = every_code(rows)
     want = values(down)[0]
-    size = dict(C=128, L=64, FORM="nvfp4", W=4, AHEAD=1, ASKED=0, SHARED=0, LISTED=0, SUM=1)
+    size = dict(C=128, L=64, FORM="nvfp4", W=4, AHEAD=1, ASK=False, SHARED=0, LISTED=0, SUM=1)
     for code in range(16):
         # token n reads this code of scale group n
         hidden = np.zeros((tokens, columns), ml_dtypes.bfloat16)
