@@ -125,6 +125,8 @@ CASES = (
     _case("bfloat16_wide_tiles", (3,), 6403, 128, BF16),
     _case("bfloat16_square_tiles", (40,), 12803, 128, BF16),
     _case("bfloat16_split", (2, 20), 200, 768, BF16),
+    # room for three splits, of four steps
+    _case("bfloat16_split_in_two", (40,), 2560, 256, BF16),
     _case("bfloat16_split_to_float32", (67,), 48, 384, BF16, out_dtype=F32),
     _case("bfloat16_square_tiles_of_128", (67,), 12803, 128, BF16),
     Case("projections", "biases", _biased),
