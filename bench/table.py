@@ -11,10 +11,11 @@ soon as it is measured.
 
 The table's pattern says each row's number. Token ids are random, so that every gathered row is a
 read over the bus; 64 gathers with ids of their own are one CUDA graph, each waiting for the one
-before, and `us` is wall over gathers. Before that the rows of every gather are compared with the
-pattern. `--compare` repeats all of it with the table in device memory, which has to give the same
-bits. One JSON line per place and number of tokens goes to `bench/results/<device>/table.jsonl`;
-`--peers` names the rows of `bench.peers --op table`, to stand beside them.
+before, the graph is the body of a loop (`bench/timing.py`), and `us` is wall over gathers. Before
+that the rows of every gather are compared with the pattern. `--compare` repeats all of it with the
+table in device memory, which has to give the same bits. One JSON line per place and number of
+tokens goes to `bench/results/<device>/table.jsonl`; `--peers` names the rows of
+`bench.peers --op table`, to stand beside them.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from qwen4jax.params import declare, tensors
 from qwen4jax.quant import ScaledTable
 from qwen4jax.weights.placement import check_pinned, free_host_bytes, pinned_array
 
-CALLS = 64
+# gathers of a graph, and how often it goes round
+CALLS, PASSES = 64, 16
 # seconds between two words of a long filling
 SAY_EVERY = 2.0
 SCALE = 0.0123
@@ -97,12 +99,15 @@ def gathers(table: ScaledTable, ids: list[jax.Array], hash: NgramHash, eos: int)
     """
 
     def program(sinks, table, ids):
-        del sinks
-        results = []
-        for own in ids:
-            own, _ = jax.lax.optimization_barrier((own, results[-1:]))
-            results.append(embed(table, own, hash, DTYPE, eos=eos))
-        return results
+        def graph(_, last):
+            del last
+            results = []
+            for own in ids:
+                own, _ = jax.lax.optimization_barrier((own, results[-1:]))
+                results.append(embed(table, own, hash, DTYPE, eos=eos))
+            return results
+
+        return jax.lax.fori_loop(0, PASSES, graph, sinks)
 
     one = jax.eval_shape(lambda t, i: embed(t, i, hash, DTYPE, eos=eos), table, ids[0])
     sinks = [jax.ShapeDtypeStruct(one.shape, one.dtype)] * len(ids)
@@ -125,7 +130,7 @@ def measure(table: ScaledTable, tokens: int, config: Config, block: np.ndarray) 
         rows = np.asarray(ngram_rows(own, hash, eos=eos, implementation="reference"))
         if not np.array_equal(np.asarray(result, np.float32), expected(rows, block)):
             raise SystemExit(f"{tokens} tokens: gathered rows differ from the table's")
-    measured = timing.per_call(lambda sinks: program(sinks, table, ids), empty(), CALLS)
+    measured = timing.per_call(lambda sinks: program(sinks, table, ids), empty(), CALLS * PASSES)
     nbytes = tokens * config.ple_embed_dim
     return {
         "tokens": tokens,
