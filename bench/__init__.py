@@ -7,10 +7,16 @@ and a folder for the plan of the compiled round, unless XLA_FLAGS name one.
 import os
 import re
 import tempfile
+import uuid
 
 _flags = os.environ.get("XLA_FLAGS", "")
 _named = re.search(r"--xla_dump_to=(\S+)", _flags)
-HLO_DUMP = _named.group(1) if _named else tempfile.mkdtemp(prefix="qwen4jax-hlo-")
+# XLA makes the folder when it has something to write
+HLO_DUMP = (
+    _named.group(1)
+    if _named
+    else os.path.join(tempfile.gettempdir(), f"qwen4jax-hlo-{uuid.uuid4()}")
+)
 
 os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
 if not _named:
