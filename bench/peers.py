@@ -214,17 +214,22 @@ def _ple_mix(case: str, rows: int) -> list[Term]:
     return _ngram("ple_gate")(case, rows) + _ngram("ple_conv")(case, rows)
 
 
-# forms of the experts, and what they are to be ahead of: the same precision, NVFP4 of any
+# forms of the experts, and what they are to be ahead of: the same precision, NVFP4 of any where the
+# weights' bytes decide
 _PRECISIONS = {
     "plain": ("moe_bf16",),
     "fp8": ("moe_fp8", "moe_int8"),
     "nvfp4": ("moe_4bit", "moe_fp8", "moe_int8", "moe_bf16"),
 }
+# tokens of a round; with more, tensor cores decide, which are faster with fewer bits
+_MOST_BY_BYTES = 128
 
 
 def _experts(case: str, rows: int) -> list[Term]:
     form = next(form for form in _PRECISIONS if f"_{form}_" in case)
     group, *others = _PRECISIONS[form]
+    if form == "nvfp4" and rows > _MOST_BY_BYTES:
+        others = []
     note = "no shared expert" if "_shared_" in case else ""
     return [Term(group, f"TP1 inter 640, {rows} rows", others=tuple(others), note=note)]
 
@@ -255,7 +260,11 @@ _TERMS: dict[str, Callable[[str, int], list[Term]]] = {
 _NONE = (
     (r"gated_residual\.(mix|update)", "chunk", "timed up to 2,048 rows"),
     (r"moe\.experts", "same_ten|one_in_all", "timed with tokens that choose at random"),
-    (r"moe\.experts", r"_(8|32|\d{3}|\d{4})$(?<!_128)", "timed at 1, 4, 16, 64 and 128 rows"),
+    (
+        r"moe\.experts",
+        r"_(8|256|512|1024|2048|4096)$",
+        "timed at 1, 4, 16, 32, 64, 128 and 8,192 rows",
+    ),
     (r"index_score", r"_8k$|_64k$|chunk", "timed at 4k, 16k, 56k and 256k tokens"),
     (r"index_topk", r"_2048$|_16384$|_16640$|chunk", "timed at 4k, 16k, 56k and 256k tokens"),
     (r"index_topk", "ties|all_equal|one_bin|half_range|in_a_run", "timed with random scores"),

@@ -31,6 +31,8 @@ def kinds() -> set[tuple[str, str]]:
         sizes = ("0.5", "2", "8", "16", "32")
         add("ple_scale", *(f"{tokens} tokens, fp8 table {gib} GiB" for gib in sizes))
     rows = (1, 4, 16, 64, 128)
-    add("moe_bf16 moe_fp8 moe_int8 moe_4bit", *(f"TP1 inter 640, {n} rows" for n in rows))
+    # two of which a measurement of 30 November 2026 added
+    added = (32, 8192)
+    add("moe_bf16 moe_fp8 moe_int8 moe_4bit", *(f"TP1 inter 640, {n} rows" for n in rows + added))
     add("moe_bf16", *(f"TP4 inter 160, {n} rows" for n in rows))
     return found

@@ -77,6 +77,8 @@ SAMPLE = [
     dict(group="attention", case="TP4 6q/1kv, 4 rows", peer="t4", us=14.4, note=""),
     dict(group="moe_4bit", case="TP1 inter 640, 4 rows", peer="four", us=69.9, note=""),
     dict(group="moe_fp8", case="TP1 inter 640, 4 rows", peer="eight", us=63.0, note=""),
+    dict(group="moe_4bit", case="TP1 inter 640, 8192 rows", peer="four", us=3000.0, note=""),
+    dict(group="moe_fp8", case="TP1 inter 640, 8192 rows", peer="eight", us=2000.0, note=""),
     dict(group="gdn", case="TP1 batch 1, commit 3 of 4, 36 layers", peer="r", us=90.0, note=""),
 ]
 
@@ -95,6 +97,9 @@ SAMPLE = [
         ("moe.experts", "released_nvfp4_4", 4, ("eight", 63.0)),
         ("moe.experts", "released_fp8_4", 4, ("eight", 63.0)),
         ("moe.experts", "released_shared_nvfp4_4", 4, ("eight (no shared expert)", 63.0)),
+        ("moe.experts", "released_shared_nvfp4_8192", 8192, ("four (no shared expert)", 3000.0)),
+        ("moe.experts", "released_shared_fp8_8192", 8192, ("eight (no shared expert)", 2000.0)),
+        ("moe.experts", "released_shared_fp8_2048", 2048, (None, None)),
         ("gated_delta.commit", "released_1", 4, ("r", 2.5)),
         ("skinny_matmul", "lm_head_4", 4, (None, None)),
     ],
