@@ -259,6 +259,7 @@ _TERMS: dict[str, Callable[[str, int], list[Term]]] = {
 # (operation, cases, why no peer's row is of their kind)
 _NONE = (
     (r"gated_residual\.(mix|update)", "chunk", "timed up to 2,048 rows"),
+    (r"gated_residual\.boundary", "_(512|8192)$", "timed at 256 and 2,048 rows"),
     (r"moe\.experts", "same_ten|one_in_all", "timed with tokens that choose at random"),
     (
         r"moe\.experts",

@@ -28,7 +28,8 @@ FASTEST: dict[str, dict[str, Rows]] = {
         # a round is compiled by itself
         "gated_residual.boundary": (
             (8, ("triton_one", "triton_few", "triton")),
-            (ANY, ("triton",)),
+            (512, ("triton",)),
+            (ANY, ("triton_many", "triton")),
         ),
         # a launch less, which rounds show and single calls do not (`choices.jsonl`)
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),

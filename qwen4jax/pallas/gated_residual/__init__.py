@@ -17,6 +17,11 @@ BOUNDARY = Operation(
             needs=("triton",),
             refuses=limits.refuses,
         ),
+        "triton_many": Kernel(
+            "qwen4jax.pallas.gated_residual.triton_many.boundary",
+            needs=("triton",),
+            refuses=limits.refuses_many,
+        ),
         "triton_few": Kernel(
             "qwen4jax.pallas.gated_residual.triton_few.boundary",
             needs=("triton",),

@@ -97,9 +97,13 @@ CASES = (
     _boundary("bfloat16_30_alone", (3, 10), BF16, hidden=64, rank=32, pending=False, inject=False),
     _boundary("bfloat16_ragged", (1, 37), BF16, hidden=128, rank=32),
     _boundary("bfloat16_two_blocks", (131, 1), BF16, hidden=64, rank=16),
+    # two powers of two in the rank, more channels than a step, several slices
+    _boundary("bfloat16_chunk", (1, 131), BF16, hidden=128, rank=192),
+    _boundary("bfloat16_chunk_alone", (2, 64), BF16, hidden=64, rank=64, pending=False),
+    _boundary("bfloat16_chunk_final", (1, 257), BF16, streams=2, rank=64, hidden=64, inject=False),
     *(
         _boundary(f"released_{n}", (n, 1), BF16, hidden=2560, rank=320, device_only=True)
-        for n in (1, 4, 16, 32, 128, 2048)
+        for n in (1, 4, 16, 32, 128, 256, 512, 2048, 8192)
     ),
     _update("released_4", (1, 4), 4, 2560, BF16, device_only=True),
     _update("released_chunk", (1, 4096), 4, 2560, BF16, device_only=True),

@@ -35,6 +35,24 @@ def refuses(
     return None
 
 
+def powers(rank: int) -> tuple[int, int]:
+    """The largest power of two that a rank holds, and what is left."""
+    most = 1 << rank.bit_length() - 1
+    return most, rank - most
+
+
+def refuses_many(
+    streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, *_: Any, **__: Any
+) -> str | None:
+    """What keeps `triton_many` from these arguments."""
+    if reason := refuses(streams, pending, norm, down, up, inject):
+        return reason
+    most, rest = powers(down.shape[0])
+    if most > 256 or most % 64 or rest % 64 or rest & rest - 1:
+        return "takes ranks of one or two powers of two from 64 to 256"
+    return None
+
+
 def refuses_few(
     streams: Any, pending: Any, norm: Any, down: Any, up: Any, inject: Any, *_: Any, **__: Any
 ) -> str | None:

@@ -94,10 +94,10 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
         new, parts, squares = _updated_down(*given, how, sizes)
         source = new if pending else flat
     else:
-        new, source = _normed(arrays, pending is not None, sizes, eps)
+        new, source = normed(arrays, pending is not None, sizes, eps)
         parts = _down(source, matrices, tiles, how, sizes)
         squares = norm
-    low, wanted, factors = _squeezed(parts, squares, inject is not None, how, sizes, eps)
+    low, wanted, factors = squeezed(parts, squares, inject is not None, how.updates, sizes, eps)
     x = triton_call(
         source,
         norm,
@@ -132,7 +132,7 @@ def _new(arrays: Any, pending: bool) -> Any:
     return jax.ShapeDtypeStruct(arrays[0].shape if pending else (1, 1), arrays[0].dtype)
 
 
-def _normed(arrays: Any, pending: bool, sizes: Any, eps: float) -> Any:
+def normed(arrays: Any, pending: bool, sizes: Any, eps: float) -> Any:
     """The streams with the pending output in them, and their norm."""
     rows, count, hidden = sizes["T"], sizes["R"], sizes["D"]
     return triton_call(
@@ -197,9 +197,9 @@ def _updated_down(
     )
 
 
-def _squeezed(parts: Any, squares: Any, inject: bool, how: Cut, sizes: Any, eps: float) -> Any:
+def squeezed(parts: Any, squares: Any, inject: bool, updates: bool, sizes: Any, eps: float) -> Any:
     """Low-rank values [blocks, rank, rows of a block], injection weights, the norm's factors."""
-    rows, count, rank = (sizes[n] for n in ("T", "R", "L"))
+    rows, count, rank, block = (sizes[n] for n in ("T", "R", "L", "ROWS"))
     slices, blocks = parts.shape[:2]
     return triton_call(
         parts,
@@ -207,17 +207,17 @@ def _squeezed(parts: Any, squares: Any, inject: bool, how: Cut, sizes: Any, eps:
         kernel=kernels.squeeze_kernel,
         name=f"gated_residual_squeeze_{rows}x{rank}",
         out=(
-            jax.ShapeDtypeStruct((blocks, rank, how.rows), jnp.bfloat16),
+            jax.ShapeDtypeStruct((blocks, rank, block), jnp.bfloat16),
             jax.ShapeDtypeStruct((rows, count), jnp.float32),
-            jax.ShapeDtypeStruct((count, how.rows), jnp.float32),
+            jax.ShapeDtypeStruct((count, block), jnp.float32),
         ),
-        grid=(blocks, triton.cdiv((rank + (count if inject else 0)) * how.rows, SUMS)),
+        grid=(blocks, triton.cdiv((rank + (count if inject else 0)) * block, SUMS)),
         # the warps share the slices: few loads each, and all under way at once
         num_warps=8,
         SLICES=slices,
         ALL=triton.next_power_of_2(slices),
         SUMS=SUMS,
-        FACTORS=how.updates,
+        FACTORS=updates,
         EPS=eps,
         **sizes,
     )
