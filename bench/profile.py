@@ -79,9 +79,10 @@ def op_names(hlo: str) -> dict[str, list[str]]:
     """Kernel name -> scope paths of the instructions that launch it, from optimised HLO text.
 
     A fusion carries the scope of its root; one without a scope takes that of the computation it
-    calls. XLA makes one kernel of all Triton calls that are alike, under the name they gave it.
+    calls. XLA makes one kernel of all Triton calls that are alike, under the name they gave it, and
+    one of Mosaic is named after the function that ends its scope.
     """
-    triton: dict[str, list[str]] = collections.defaultdict(list)
+    custom: dict[str, list[str]] = collections.defaultdict(list)
     names: dict[str, str] = {}
     inside: dict[str, str] = {}
     calls: dict[str, str] = {}
@@ -97,7 +98,10 @@ def op_names(hlo: str) -> dict[str, list[str]]:
         if scope and "__gpu$xla.gpu.triton" in line:
             given = re.search(r'\bname = "([^"]*)"', line)
             if given:
-                triton[_kernel_name(given.group(1))].append(scope.group(1))
+                custom[_kernel_name(given.group(1))].append(scope.group(1))
+        if scope and 'custom_call_target="mosaic_gpu' in line:
+            *_, function, _ = scope.group(1).split("/")
+            custom[_kernel_name(f"{function}_mosaic_gpu_kernel")].append(scope.group(1))
         if scope:
             names[found.group(1)] = scope.group(1)
             inside[computation] = scope.group(1)
@@ -107,7 +111,7 @@ def op_names(hlo: str) -> dict[str, list[str]]:
     for name, target in calls.items():
         if name not in names and target in inside:
             names[name] = inside[target]
-    return {_kernel_name(name): [scope] for name, scope in names.items()} | triton
+    return {_kernel_name(name): [scope] for name, scope in names.items()} | custom
 
 
 def _kernel_name(instruction: str) -> str:
