@@ -10,9 +10,9 @@ HLO = """\
 ENTRY %main (x: f32[4]) -> f32[4] {
   %loop_fusion.2 = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
   %triton_kernel.1 = f32[4]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", \
-metadata={op_name="jit(r)/draft_1/router/triton_kernel"}, backend_config={grid_x = 1, name = "route_4"}
+metadata={op_name="jit(r)/draft_1/router/triton_kernel"}, backend_config={name = "route_4"}
   %triton_kernel.2 = f32[4]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", \
-metadata={op_name="jit(r)/verify/router/triton_kernel"}, backend_config={grid_x = 1, name = "route_4"}
+metadata={op_name="jit(r)/verify/router/triton_kernel"}, backend_config={name = "route_4"}
   %mpmd_map.1 = f32[4]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2", \
 metadata={op_name="jit(r)/draft_1/experts/jit(parts_of)/experts_bf16_40x2560/mpmd_map"}
 }
