@@ -110,6 +110,19 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     return reason or _refuses_sizes(x.shape[1], gate_up.shape[-2], form(gate_up) or "", shared)
 
 
+def refuses_mosaic(x, ids, weights, gate_up, down, shared, *, out_dtype):
+    """What keeps the Mosaic kernel from these arguments, if anything."""
+    if not 1 <= x.shape[0] <= MOST_FEW:
+        return f"is for 1 to {MOST_FEW} tokens, these are {x.shape[0]}"
+    if reason := _refuses_forms(x, gate_up, down, shared):
+        return reason
+    hidden, width = x.shape[1], gate_up.shape[-2]
+    for name, size in (("hidden size", hidden), ("width of the experts", width)):
+        if size % 128:
+            return f"needs a {name} in multiples of 128, not {size}"
+    return None
+
+
 def refuses_sorted(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """What keeps the Triton kernels that sort pairs by expert from these arguments."""
     if x.shape[0] < LEAST_SORTED:
