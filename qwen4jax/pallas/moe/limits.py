@@ -1,9 +1,11 @@
 """What the kernels take, known without their language."""
 
+import re
+
 import jax.numpy as jnp
 
 from qwen4jax import quant
-from qwen4jax.pallas import counters
+from qwen4jax.pallas import counters, registry
 
 # stored form -> columns of one step of a warp, and their elements in the stored array: 64 bytes
 CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
@@ -25,6 +27,8 @@ ROUTER_GROUPS = counters.ROUTER_GROUPS
 ROUTER_ROWS, ROUTER_CHUNK = 16, 32
 # steps of a warp at most, whose weights are all asked for at once
 _ROUTER_STEPS = 10
+# Hopper GPUs with fewer multiprocessors than the H200, and parts of one
+_FEWER_PROCESSORS = r"H20\b|PCIe|MIG"
 # programs along the second axis of a grid
 _MOST_GRID = 65535
 # steps of a row, which are unrolled
@@ -114,6 +118,10 @@ def refuses_mosaic(x, ids, weights, gate_up, down, shared, *, out_dtype):
     """What keeps the Mosaic kernel from these arguments, if anything."""
     if not 1 <= x.shape[0] <= MOST_FEW:
         return f"is for 1 to {MOST_FEW} tokens, these are {x.shape[0]}"
+    if form(gate_up) == "nvfp4":
+        return "is for experts in FP8 or bfloat16"
+    if re.search(_FEWER_PROCESSORS, registry.device_kind()):
+        return "is for whole GPUs of 132 multiprocessors, whose programs wait for each other"
     if reason := _refuses_forms(x, gate_up, down, shared):
         return reason
     hidden, width = x.shape[1], gate_up.shape[-2]

@@ -13,9 +13,16 @@ TOKENS = tl.constexpr(8)
 
 @triton.jit
 def _list(
-    ids, experts, places, count, T: tl.constexpr, K: tl.constexpr, P: tl.constexpr, EMPTY: tl.constexpr
+    ids,
+    experts,
+    places,
+    count,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    EMPTY: tl.constexpr,
 ):
-    """Distinct experts in the order of their first pairs, and each pair's place among the columns."""
+    """Distinct experts in the order of their first pairs, and each pair's place in a column."""
     p = tl.arange(0, P)
     own = tl.load(ids + p, p < T * K, EMPTY)
     there = (own[:, None] == own[None, :]) & (own[:, None] < EMPTY)
@@ -43,14 +50,11 @@ def _column(c, FORM: tl.constexpr):
     if FORM == "fp8":
         t, i, h, pair = c % 64 // 16, c % 16 // 4, c % 4 // 2, c % 2
         c = c // 64 * 64 + i * 16 + h * 8 + t * 2 + pair
-    elif FORM == "nvfp4":
-        t, group, q, word, pair = c % 128 // 32, c % 32 // 16, c % 16 // 4, c % 4 // 2, c % 2
-        c = c // 128 * 128 + group * 64 + word * 32 + q * 8 + t * 2 + pair
     return c
 
 
 @triton.jit
-def _put(value, to, scale, c, D: tl.constexpr, FORM: tl.constexpr):
+def put(value, to, scale, c, D: tl.constexpr, FORM: tl.constexpr):
     """Stores a token's columns as the products read them."""
     if FORM == "fp8":
         value = value.to(tl.float32)
@@ -77,7 +81,7 @@ def tiles_kernel(
     DP: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Tiles by program 0; HALVED: program 1 + t makes token t's column: grid (9,) or (1,).
+    """Tiles by program 0; of FP8 program 1 + t makes token t's column: grid (9,) or (1,).
 
     Args:
         ids: experts [T, K].
@@ -93,7 +97,7 @@ def tiles_kernel(
         E: experts.
         D: hidden size.
         DP: D rounded up to a power of two.
-        HALVED: whether the weights are e4m3.
+        FORM: stored form, `fp8` or another for bfloat16.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -102,7 +106,7 @@ def tiles_kernel(
         t = program - 1
         c = tl.arange(0, DP)
         value = tl.load(x + t * D + c, (c < D) & (t < T), 0.0)
-        _put(value, columns + t * D, scales + t, c, D, FORM)
+        put(value, columns + t * D, scales + t, c, D, FORM)
 
 
 @triton.jit
@@ -132,8 +136,8 @@ def gathered_kernel(
         experts: of each tile; only the first `count` are written.
         places: tile * 8 + column of each pair [T, K].
         count: of tiles [1].
-        columns: [tiles, 8, D], of pairs alone: x, or of HALVED float16 as `tiles_kernel` makes it.
-        scales: HALVED: float32 [tiles, 8].
+        columns: [tiles, 8, D], of pairs alone: x, or of FP8 as of `tiles_kernel`.
+        scales: of FP8, float32 [tiles, 8].
         T: tokens.
         K: choices of a token.
         TP: T rounded up to a power of two.
@@ -142,7 +146,7 @@ def gathered_kernel(
         EP: E + 1 rounded up to a power of two.
         D: hidden size.
         DP: D rounded up to a power of two.
-        HALVED: whether the weights are e4m3.
+        FORM: stored form, `fp8` or another for bfloat16.
     """
     e = tl.program_id(0)
     t = tl.arange(0, TP)
@@ -163,11 +167,11 @@ def gathered_kernel(
     tl.store(places + t * K + choice - 1, first * 8 + rank, choice > 0)
     tl.store(experts + first + t, tl.zeros((TP,), tl.int32) + e, t < own)
     c = tl.arange(0, DP)
-    for i in range(0, number):
+    for i in range(number):
         token = tl.sum(tl.where((rank == i) & (choice > 0), t, 0), 0)
         value = tl.load(x + token * D + c, c < D, 0.0)
         place = first * 8 + i
-        _put(value, columns + place * D, scales + place, c, D, FORM)
+        put(value, columns + place * D, scales + place, c, D, FORM)
 
 
 @triton.jit
