@@ -49,8 +49,8 @@ def simulated() -> Iterator[None]:
         mock.patch.object(mosaic_chunks, "accumulate", lambda run, *shape: run(_Sum(shape))),
         mock.patch.object(mosaic_experts, "parts_of", _one_product_after_the_other),
         mock.patch.object(mosaic_work, "PROCESSORS", 2),
-        mock.patch.object(mosaic_decode, "decode", _decoded),
-        mock.patch.object(mosaic_decode, "turn", _turned),
+        mock.patch.object(mosaic_decode, "decode", lambda w: decoded(_halved(w))),
+        mock.patch.object(mosaic_decode, "turn", lambda h: turned(h.astype(jnp.bfloat16))),
         mock.patch.object(mosaic_decode, "lie", jnp.transpose),
         mock.patch.object(plgpu, "wgmma", _of_sums(plgpu.wgmma)),
         mock.patch.object(plgpu, "copy_gmem_to_smem", _noting(plgpu.copy_gmem_to_smem, 0)),
@@ -185,13 +185,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _decoded(w: jax.Array) -> jax.Array:
+def _halved(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.float32).astype(jnp.float16)
+
+
+def decoded(w: Any) -> Any:
     """Of 64 columns (lane, 16 columns, half of them, neighbour) in the order of wgmma's operand."""
-    parts = w.astype(jnp.float32).reshape(64, 2, 4, 4, 2, 2)
-    return parts.transpose(0, 1, 3, 4, 2, 5).reshape(64, 128).astype(jnp.float16)
+    return w.reshape(64, 2, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(64, 128)
 
 
-def _turned(h: jax.Array) -> jax.Array:
+def turned(h: Any) -> Any:
     """Rows likewise."""
-    rows = h.astype(jnp.bfloat16).reshape(4, 4, 2, 2, 8)
-    return rows.transpose(1, 2, 0, 3, 4).reshape(64, 8)
+    return h.reshape(4, 4, 2, 2, 8).transpose(1, 2, 0, 3, 4).reshape(64, 8)

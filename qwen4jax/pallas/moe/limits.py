@@ -27,6 +27,9 @@ ROUTER_GROUPS = counters.ROUTER_GROUPS
 ROUTER_ROWS, ROUTER_CHUNK = 16, 32
 # steps of a warp at most, whose weights are all asked for at once
 _ROUTER_STEPS = 10
+# of the Mosaic kernel: a tile's hidden values are in registers, all of whose CTAs have to fit, and
+# the pairs of few tokens are compared with each other by one program
+_MOST_WIDTH, _MOST_CHOICES = 640, 16
 # Hopper GPUs with fewer multiprocessors than the H200, and parts of one
 _FEWER_PROCESSORS = r"H20\b|PCIe|MIG"
 # programs along the second axis of a grid
@@ -125,9 +128,12 @@ def refuses_mosaic(x, ids, weights, gate_up, down, shared, *, out_dtype):
     if reason := _refuses_forms(x, gate_up, down, shared):
         return reason
     hidden, width = x.shape[1], gate_up.shape[-2]
-    for name, size in (("hidden size", hidden), ("width of the experts", width)):
-        if size % 128:
-            return f"needs a {name} in multiples of 128, not {size}"
+    if hidden % 256:
+        return f"needs a hidden size in multiples of 256, not {hidden}"
+    if width % 128 or width > _MOST_WIDTH:
+        return f"is for experts up to {_MOST_WIDTH} wide, in multiples of 128, not {width}"
+    if ids.shape[1] > _MOST_CHOICES:
+        return f"is for up to {_MOST_CHOICES} choices of a token"
     return None
 
 
