@@ -32,7 +32,7 @@ from qwen4jax.pallas.mosaic_layouts import SWIZZLED
 from qwen4jax.pallas.skinny_matmul import projections, skinny_matmul
 from qwen4jax.pallas.triton_call import triton_call
 
-TILES = {"bf16": Tiles(64, 5, ctas=2), "fp8": Tiles(128, 4, ctas=2)}
+TILES = {"bf16": Tiles(128, 5), "fp8": Tiles(128, 4, ctas=2)}
 # columns of a program of `sum_kernel`
 _SUMMED = 256
 
