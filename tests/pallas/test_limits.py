@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from qwen4jax import quant
 from qwen4jax.pallas import compress_and_store, registry
 from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.gated_delta import chunks, step
@@ -85,6 +86,18 @@ def test_experts_in_mosaic_need_all_processors(device: str):
     reason = "whole GPUs of 132 multiprocessors"
     with registry.using(device=device), pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(run, *of_experts(1, 2, 256, 128))
+
+
+def test_one_token_in_fp8_with_a_shared_expert_is_not_for_mosaic():
+    chosen = shape(1, 2, dtype=jnp.int32), shape(1, 2, dtype=F32)
+    weights = shape(4, 2, 128, 256, dtype=jnp.float8_e4m3fn), shape(4, 2, 1, 2)
+    down = shape(4, 256, 128, dtype=jnp.float8_e4m3fn), shape(4, 2, 1)
+    shared = Shared(shape(128, 256), shape(128, 256), shape(256, 128), shape(1, 1, dtype=F32))
+    stored = quant.BlockFp8(*weights), quant.BlockFp8(*down)
+    inputs = shape(1, 256), *chosen, *stored, shared
+    refused(
+        "one token in FP8 is faster in Triton", experts, *inputs, implementation="mosaic_hopper"
+    )
 
 
 def test_experts_in_mosaic_are_not_in_nvfp4():

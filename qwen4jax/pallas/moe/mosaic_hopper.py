@@ -11,7 +11,7 @@ multiplies the sums of a step. Tokens and hidden values come into float16 by a p
 column (`triton_tiles.put`, `mosaic_products`), which keeps their bits.
 
 NVFP4 through the same ring, decoded in registers with its scales, was no faster than in Triton: 394
-to 438 us and 391 for 128 tokens, 56 and 39 for 4, with one to four warpgroups a multiprocessor that
+to 438 us and 391 for 128 tokens, 56 and 39 for 4, with two to four warpgroups a multiprocessor that
 multiply; it is Triton's.
 
 The shared expert has launches of its own, three after each other, which cost 14 us with 4 tokens.

@@ -1,8 +1,9 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-"""What the Mosaic kernel of the experts is given for up to 8 tokens, and the sum of what it makes.
+"""What the Mosaic kernel of the experts is given, and the sum of what it makes.
 
-A tile is an expert that some token chose; its 8 columns are the tokens, whether they chose it or
-not, so that nothing is gathered: absent columns cost nothing beside 64 rows of weights.
+A tile is an expert with 8 columns. Of up to 8 tokens these are the tokens, whether they chose it or
+not, so that nothing is gathered: absent columns cost nothing beside 64 rows of weights. Of more
+tokens they are up to 8 that chose it.
 """
 
 import triton
