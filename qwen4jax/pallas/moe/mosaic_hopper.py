@@ -6,6 +6,9 @@ to shared memory, and wgmma multiplies 64 rows of them with 8 columns. Of up to 
 are the tokens themselves, whichever expert they chose. More tokens are gathered, 8 pairs of one
 expert a tile, and an expert with more pairs has several tiles, whose weights the cache has.
 
+An H200 takes 101 us for 4 tokens in bfloat16, 62 in FP8; Triton's kernels take 150 and 97. With
+128 tokens and the shared expert it is 1,164 us and 646, and 1,852 and 991.
+
 FP8 is decoded to float16, in one instruction a pair of weights, and a scale of 128 x 128 weights
 multiplies the sums of a step. Tokens and hidden values come into float16 by a power of two of each
 column (`triton_tiles.put`, `mosaic_products`), which keeps their bits.
@@ -14,7 +17,8 @@ NVFP4 through the same ring, decoded in registers with its scales, was no faster
 to 438 us and 391 for 128 tokens, 56 and 39 for 4, with two to four warpgroups a multiprocessor that
 multiply; it is Triton's.
 
-The shared expert has launches of its own, three after each other, which cost 14 us with 4 tokens.
+The shared expert has launches of its own, three after each other: with it 4 tokens in FP8 take
+71.2 us, without it 61.8.
 
 All CTAs have to run at once: those that need a tile's hidden values wait for those that make them.
 So no two such launches may run side by side, and the kernel is for GPUs that have as many
