@@ -7,7 +7,7 @@ are the tokens themselves, whichever expert they chose. More tokens are gathered
 expert a tile, and an expert with more pairs has several tiles, whose weights the cache has.
 
 An H200 takes 101 us for 4 tokens in bfloat16, 62 in FP8; Triton's kernels take 150 and 97. With
-128 tokens and the shared expert it is 1,164 us and 646, and 1,852 and 991.
+the shared expert 32 tokens in bfloat16 take 579 us instead of 887, 128 in FP8 646 instead of 991.
 
 FP8 is decoded to float16, in one instruction a pair of weights, and a scale of 128 x 128 weights
 multiplies the sums of a step. Tokens and hidden values come into float16 by a power of two of each
