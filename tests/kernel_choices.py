@@ -34,7 +34,9 @@ WITHOUT_KERNEL = {
     "ple.mix": "the kernel computes earlier tokens' part of a convolution again: for few rows",
 }
 # implementations that take the released widths alone: in a narrow model the next best one runs
-ONLY_WIDE = {("gated_delta.chunks", "mosaic_hopper")}
+ONLY_WIDE = {("gated_delta.chunks", "mosaic_hopper"), ("moe.experts", "mosaic_hopper")}
+# implementations that do not take all stored forms of weights: of others the next best one runs
+SOME_FORMS = {("moe.experts", "mosaic_hopper")}
 
 
 class Choice(NamedTuple):
@@ -73,11 +75,15 @@ def recorded() -> Iterator[list[Choice]]:
 def fallen_back(choices: Iterable[Choice], *, narrow: bool = False) -> set[Choice]:
     """Choices that are neither what measured fastest nor among `WITHOUT_KERNEL`.
 
+    After one of `SOME_FORMS` the next may run.
+
     Of a `narrow` model: fastest apart from `ONLY_WIDE`.
     """
 
     def fell(c: Choice) -> bool:
         fastest = [n for n in c.measured if not narrow or (c.operation, n) not in ONLY_WIDE]
-        return c.chosen != fastest[0] if fastest else c.operation not in WITHOUT_KERNEL
+        if not fastest:
+            return c.operation not in WITHOUT_KERNEL
+        return c.chosen not in fastest[: 1 + ((c.operation, fastest[0]) in SOME_FORMS)]
 
     return {c for c in choices if fell(c)}

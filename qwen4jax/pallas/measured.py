@@ -34,7 +34,11 @@ FASTEST: dict[str, dict[str, Rows]] = {
         # a launch less, which rounds show and single calls do not (`choices.jsonl`)
         "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
-        "moe.experts": ((_VERIFY, ("triton", "triton_sorted")), (ANY, ("triton_sorted",))),
+        # FP8 and bfloat16 in Mosaic, NVFP4 in Triton
+        "moe.experts": (
+            (_VERIFY, ("mosaic_hopper", "triton", "triton_sorted")),
+            (ANY, ("triton_sorted",)),
+        ),
         "index_score": _TRITON,
         "index_topk": _TRITON,
         # consecutive queries of a prompt select much in common

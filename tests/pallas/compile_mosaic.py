@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from bench.targets import place_on
+from qwen4jax import quant
 from qwen4jax.pallas import registry
 from qwen4jax.pallas.gated_delta import Weights, chunks, step
 from qwen4jax.pallas.gated_residual import boundary
 from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.index_topk import index_topk
+from qwen4jax.pallas.moe import experts
 from qwen4jax.pallas.skinny_matmul import projections
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.state import DeltaNetState
@@ -65,6 +67,17 @@ def main(kind: str) -> None:
         weights = tuple(array(o, inputs) for o in outputs)
         dtypes = (dtype,) * len(weights)
         assemble(functools.partial(projections, out_dtypes=dtypes), array(rows, inputs), weights)
+    for rows in (4, 32):
+        chosen = array(rows, 10, dtype=I32), array(rows, 10, dtype=F32)
+        for dtype in (BF16, jnp.float8_e4m3fn):
+            gate_up, down = (
+                array(512, 2, 640, 2560, dtype=dtype),
+                array(512, 2560, 640, dtype=dtype),
+            )
+            if dtype != BF16:
+                gate_up = quant.BlockFp8(gate_up, array(512, 2, 5, 20))
+                down = quant.BlockFp8(down, array(512, 20, 5))
+            assemble(experts, array(rows, 2560), *chosen, gate_up, down)
     norm, down, up, inject = array(10240), array(320, 10240), array(10240, 320), array(4, 10240)
     for rows, final in ((4, False), (32, True)):
         assemble(

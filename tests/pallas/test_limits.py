@@ -1,12 +1,14 @@
 """What the kernels of chunks and of the router do not take is refused in words."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from qwen4jax import quant
 from qwen4jax.pallas import compress_and_store, registry
 from qwen4jax.pallas.cases import Case
 from qwen4jax.pallas.gated_delta import chunks, step
@@ -14,6 +16,7 @@ from qwen4jax.pallas.gated_delta.cases import CASES as GATED_DELTA
 from qwen4jax.pallas.index_score import index_score
 from qwen4jax.pallas.index_topk import index_topk
 from qwen4jax.pallas.moe import Shared, experts, router
+from qwen4jax.pallas.moe.cases import CASES as EXPERTS
 from qwen4jax.pallas.sparse_attention import sparse_attention
 from qwen4jax.pallas.sparse_attention.cases import CASES as SPARSE_ATTENTION
 
@@ -59,6 +62,54 @@ def test_sorted_experts(tokens: int, choices: int, hidden: int, width: int, reas
 )
 def test_experts(tokens: int, reason: str):
     refused(reason, experts, *of_experts(tokens, 2, 96, 32))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "hidden", "width", "reason"),
+    [
+        (129, 2, 256, 128, "for 1 to 128 tokens, these are 129"),
+        (1, 2, 128, 128, "hidden size in multiples of 256, not 128"),
+        (1, 2, 256, 64, "up to 640 wide, in multiples of 128, not 64"),
+        (1, 2, 256, 768, "up to 640 wide, in multiples of 128, not 768"),
+        (1, 17, 256, 128, "up to 16 choices"),
+    ],
+)
+def test_experts_in_mosaic(tokens: int, choices: int, hidden: int, width: int, reason: str):
+    inputs = of_experts(tokens, choices, hidden, width)
+    refused(reason, experts, *inputs, implementation="mosaic_hopper")
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H20", "NVIDIA H100 PCIe", "NVIDIA H200 MIG 1g.18gb"])
+def test_experts_in_mosaic_need_all_processors(device: str):
+    """Programs that wait for others that do not run would wait forever."""
+    run = functools.partial(experts, implementation="mosaic_hopper")
+    reason = "whole GPUs of 132 multiprocessors"
+    with registry.using(device=device), pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(run, *of_experts(1, 2, 256, 128))
+
+
+def test_one_token_in_fp8_with_a_shared_expert_is_not_for_mosaic():
+    chosen = shape(1, 2, dtype=jnp.int32), shape(1, 2, dtype=F32)
+    weights = shape(4, 2, 128, 256, dtype=jnp.float8_e4m3fn), shape(4, 2, 1, 2)
+    down = shape(4, 256, 128, dtype=jnp.float8_e4m3fn), shape(4, 2, 1)
+    shared = Shared(shape(128, 256), shape(128, 256), shape(256, 128), shape(1, 1, dtype=F32))
+    stored = quant.BlockFp8(*weights), quant.BlockFp8(*down)
+    inputs = shape(1, 256), *chosen, *stored, shared
+    refused(
+        "one token in FP8 is faster in Triton", experts, *inputs, implementation="mosaic_hopper"
+    )
+
+
+def test_experts_in_mosaic_are_not_in_nvfp4():
+    case = next(c for c in EXPERTS if c.name == "shared_nvfp4")
+    inputs = case.inputs()
+    run = functools.partial(experts, implementation="mosaic_hopper", out_dtype=BF16)
+    names = "x", "ids", "weights", "gate_up", "down"
+    with (
+        registry.using(device="NVIDIA H200"),
+        pytest.raises(NotImplementedError, match="experts in FP8 or bfloat16"),
+    ):
+        run(*(inputs[name] for name in names))
 
 
 def of_experts(tokens: int, choices: int, hidden: int, width: int) -> tuple[Any, ...]:

@@ -88,6 +88,15 @@ def test_many_tokens_keep_a_rows_nan_to_that_row(name: str):
     np.testing.assert_array_equal(f64(got)[1:], f64(want)[1:])
 
 
+@pytest.mark.parametrize("name", ["bfloat16_tiles", "fp8_tiles", "shared_fp8_tiles_gathered"])
+def test_columns_keep_a_rows_nan_to_that_row(name: str):
+    inputs = next(c for c in CASES if c.function == "experts" and c.name == name).inputs()
+    want = call(experts, inputs, "mosaic_hopper")
+    got = call(experts, inputs | {"x": inputs["x"].at[0, 0].set(jnp.nan)}, "mosaic_hopper")
+    assert np.isnan(f64(got)[0]).all()
+    np.testing.assert_array_equal(f64(got)[1:], f64(want)[1:])
+
+
 # NumPy's, in the interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.parametrize("implementation", ["reference", "triton"])

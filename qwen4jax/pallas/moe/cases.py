@@ -134,6 +134,11 @@ CASES = (
     _experts("bfloat16_asked", 2, 3, 1, 2048, 192, BF16, shared=True),
     _experts("fp8_few_edge_blocks", 1, 4, 2, 144, 136, form="fp8"),
     _experts("fp8_many", 9, 4, 2, 32, 16, form="fp8"),
+    # tiles of whole blocks of 64 rows: tokens as columns, and gathered, of an expert with two tiles
+    _experts("bfloat16_tiles", 3, 5, 2, 256, 128, BF16),
+    _experts("fp8_tiles", 8, 3, 2, 256, 256, BF16, form="fp8"),
+    _experts("bfloat16_tiles_gathered", 11, 3, 1, 256, 128, BF16, pick=[[2]] * 10 + [[0]]),
+    _experts("shared_fp8_tiles_gathered", 10, 3, 2, 256, 128, BF16, form="fp8", shared=True),
     _experts("shared_many", 9, 4, 2, 32, 16, shared=True),
     _experts("shared_none", 0, 4, 2, 16, 8, shared=True),
     _experts("shared_nvfp4", 3, 8, 3, 256, 128, BF16, form="nvfp4", shared=True),

@@ -1,9 +1,11 @@
 """What the kernels take, known without their language."""
 
+import re
+
 import jax.numpy as jnp
 
 from qwen4jax import quant
-from qwen4jax.pallas import counters
+from qwen4jax.pallas import counters, registry
 
 # stored form -> columns of one step of a warp, and their elements in the stored array: 64 bytes
 CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
@@ -25,6 +27,11 @@ ROUTER_GROUPS = counters.ROUTER_GROUPS
 ROUTER_ROWS, ROUTER_CHUNK = 16, 32
 # steps of a warp at most, whose weights are all asked for at once
 _ROUTER_STEPS = 10
+# of the Mosaic kernel: a tile's hidden values are in registers, all of whose CTAs have to fit, and
+# the pairs of few tokens are compared with each other by one program
+_MOST_WIDTH, _MOST_CHOICES = 640, 16
+# Hopper GPUs with fewer multiprocessors than the H200, and parts of one
+_FEWER_PROCESSORS = r"H20\b|PCIe|MIG"
 # programs along the second axis of a grid
 _MOST_GRID = 65535
 # steps of a row, which are unrolled
@@ -108,6 +115,29 @@ def refuses_experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
         return f"is for up to {MOST_FEW} tokens, these are {x.shape[0]}"
     reason = _refuses_forms(x, gate_up, down, shared)
     return reason or _refuses_sizes(x.shape[1], gate_up.shape[-2], form(gate_up) or "", shared)
+
+
+def refuses_mosaic(x, ids, weights, gate_up, down, shared, *, out_dtype):
+    """What keeps the Mosaic kernel from these arguments, if anything."""
+    if not 1 <= x.shape[0] <= MOST_FEW:
+        return f"is for 1 to {MOST_FEW} tokens, these are {x.shape[0]}"
+    if form(gate_up) == "nvfp4":
+        return "is for experts in FP8 or bfloat16"
+    if x.shape[0] == 1 and shared is not None and form(gate_up) == "fp8":
+        # an H200 takes 37.8 us, 28.6 of them without the shared expert, and 33.4 in Triton
+        return "has launches apart for the shared expert: one token in FP8 is faster in Triton"
+    if re.search(_FEWER_PROCESSORS, registry.device_kind()):
+        return "is for whole GPUs of 132 multiprocessors, whose programs wait for each other"
+    if reason := _refuses_forms(x, gate_up, down, shared):
+        return reason
+    hidden, width = x.shape[1], gate_up.shape[-2]
+    if hidden % 256:
+        return f"needs a hidden size in multiples of 256, not {hidden}"
+    if width % 128 or width > _MOST_WIDTH:
+        return f"is for experts up to {_MOST_WIDTH} wide, in multiples of 128, not {width}"
+    if ids.shape[1] > _MOST_CHOICES:
+        return f"is for up to {_MOST_CHOICES} choices of a token"
+    return None
 
 
 def refuses_sorted(x, ids, weights, gate_up, down, shared, *, out_dtype):
