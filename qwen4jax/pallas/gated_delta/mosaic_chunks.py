@@ -45,17 +45,15 @@ _COLUMN: Any = _MATRIX.reduce(0)
 
 def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     """See `qwen4jax.pallas.gated_delta.chunks`."""
-    # wgmma's registers hold neighbours of a row, so those of the state have to be key channels;
-    # the launches before and after turn it, which by themselves would be two more
-    history, turned, prepared = triton_chunks.prepared(
-        qkv, a, b, weights, state, count, key_heads=key_heads, transposed=True
-    )
+    _, heads, key, _ = state.recurrent.shape
+    sizes = dict(heads=heads, key_heads=key_heads, key=key)
+    history, prepared = triton_chunks.prepared(qkv, a, b, weights, state.conv, count, **sizes)
     given = dict(zip(("mixed", "narrow", "solve", "mixing", "scales"), prepared, strict=True))
-    made = _recur(given | dict(state=turned, count=count), places=qkv.shape[1])
-    heads = state.recurrent.shape[1]
-    out, recurrent = triton_chunks.finished(
-        made["raw"], z, weights.norm, count, activation, eps, heads, made["state"]
-    )
+    # wgmma's registers hold neighbours of a row, so those of the state have to be key channels
+    given |= dict(state=jnp.swapaxes(state.recurrent, 2, 3), count=count)
+    made = _recur(given, places=qkv.shape[1])
+    recurrent = jnp.swapaxes(made["state"], 2, 3)
+    out = triton_chunks.finished(made["raw"], z, weights.norm, count, activation, eps, heads)
     return out, dataclasses.replace(state, conv=history, recurrent=recurrent)
 
 

@@ -64,33 +64,6 @@ def _taps(taps, channel, C: tl.constexpr):
 
 
 @triton.jit
-def _turn(source, to, matrix, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr):
-    """Transposes `PART` rows of one of the matrices [`ROWS`, `COLUMNS`] of `source`."""
-    r, c = part * PART + tl.arange(0, PART), tl.arange(0, COLUMNS)
-    start = matrix.to(tl.int64) * (ROWS * COLUMNS)
-    x = tl.load(source + start + r[:, None] * COLUMNS + c[None, :])
-    tl.store(to + start + c[:, None] * ROWS + r[None, :], tl.trans(x))
-
-
-@triton.jit
-def convolve_and_turn_kernel(
-    qkv, taps, conv, count, state,
-    mixed, after, turned,
-    T: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr, TB: tl.constexpr, CB: tl.constexpr,
-    V: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """`convolve_kernel`; programs behind its own transpose the states of the row."""
-    of_convolution: tl.constexpr = PADDED // TB
-    if tl.program_id(1) < of_convolution:
-        convolve_kernel(qkv, taps, conv, count, mixed, after, T, PADDED, C, TB, CB)
-    else:
-        tile = (tl.program_id(1) - of_convolution) * tl.num_programs(0) + tl.program_id(0)
-        if tile < V * (K // PART):
-            matrix = tl.program_id(2) * V + tile // (K // PART)
-            _turn(state, turned, matrix, tile % (K // PART), K, E, PART)
-
-
-@triton.jit
 def convolve_kernel(
     qkv, taps, conv, count,
     mixed, after,
@@ -249,63 +222,30 @@ def finish_kernel(
     tl.store(out + at, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def finish_and_turn_kernel(
-    raw, z, norm, count, turned,
-    out, state,
-    T: tl.constexpr, V: tl.constexpr, E: tl.constexpr, TB: tl.constexpr,
-    EPS: tl.constexpr, SIGMOID: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """`finish_kernel`; programs behind its own transpose the states back."""
-    part = tl.program_id(1) - tl.cdiv(T, TB)
-    if part < 0:
-        finish_kernel(raw, z, norm, count, out, T, V, E, TB, EPS, SIGMOID)
-    else:
-        _turn(turned, state, tl.program_id(2) * V + tl.program_id(0), part, E, K, PART)
-
-
 # tokens and channels of a convolution's program, 4 channels a thread
 _CONV_TOKENS, _CONV_CHANNELS = 16, 512
 # value channels, warps and pipeline depth of the recurrence
 _RECUR_CHANNELS, _RECUR_WARPS, _RECUR_STAGES = 64, 4, 3
 _PREPARE_WARPS = 4
 _FINISH_TOKENS = 16
-# rows of a matrix that a program transposes
-_TURN_ROWS = 32
 
 
-def prepared(qkv, a, b, weights, state, count, *, key_heads, transposed=False):
-    """What needs no state: the convolution, its history after `count`, what chunks prepare.
-
-    And the state as it is, or its matrices `transposed`.
-    """
+def prepared(qkv, a, b, weights, conv, count, *, heads, key_heads, key):
+    """What needs no state: the convolution, its history after `count`, what chunks prepare."""
     rows, places, width = qkv.shape
-    _, heads, key, value = state.recurrent.shape
-    size, conv = CHUNK.value, state.conv
+    size = CHUNK.value
     number = triton.cdiv(places, size)
     like = jax.ShapeDtypeStruct
     label = f"{rows}x{places}"
     channels = min(_CONV_CHANNELS, triton.next_power_of_2(width))
-    blocks, programs = triton.cdiv(width, channels), number * (size // _CONV_TOKENS)
-    kernel, given, more, turned = convolve_kernel, (), {}, state.recurrent
-    out = (like((rows, number * size, width), qkv.dtype), like(conv.shape, conv.dtype))
-    if transposed:
-        kernel, given = convolve_and_turn_kernel, (state.recurrent,)
-        out += (like((rows, heads, value, key), jnp.float32),)
-        programs += triton.cdiv(heads * (key // _TURN_ROWS), blocks)
-        more = dict(V=heads, K=key, E=value, PART=_TURN_ROWS)
-    made = triton_call(
-        qkv, weights.conv1d, conv, count, *given,
-        kernel=kernel,
+    mixed, history = triton_call(
+        qkv, weights.conv1d, conv, count,
+        kernel=convolve_kernel,
         name=f"gated_delta_convolve_{label}",
-        out=out,
-        grid=(blocks, programs, rows),
+        out=(like((rows, number * size, width), qkv.dtype), like(conv.shape, conv.dtype)),
+        grid=(triton.cdiv(width, channels), number * (size // _CONV_TOKENS), rows),
         T=places, PADDED=number * size, C=width, TB=_CONV_TOKENS, CB=channels,
-        **more,
     )  # fmt: skip
-    mixed, history, *rest = made
-    if transposed:
-        turned = rest[0]
     group = next(n for n in (3, 4, 2, 1) if heads // key_heads % n == 0)
     more = triton_call(
         mixed, a, b, weights.A_log, weights.dt_bias, count,
@@ -322,28 +262,20 @@ def prepared(qkv, a, b, weights, state, count, *, key_heads, transposed=False):
         T=places, N=number, H=key_heads, V=heads, K=key, C=width,
         G=group, GP=triton.next_power_of_2(group),
     )  # fmt: skip
-    return history, turned, (mixed, *more)
+    return history, (mixed, *more)
 
 
-def finished(raw, z, norm, count, activation, eps, heads, turned=None):
-    """The outputs: norm of each head, times the gate. And matrices `turned` back, if given."""
+def finished(raw, z, norm, count, activation, eps, heads):
+    """The outputs: norm of each head, times the gate."""
     rows, places, width = z.shape
-    kernel, given, parts, more = finish_kernel, (), 0, {}
-    out = (jax.ShapeDtypeStruct(z.shape, z.dtype),)
-    if turned is not None:
-        value, key = turned.shape[2:]
-        kernel, given, parts = finish_and_turn_kernel, (turned,), value // _TURN_ROWS
-        out += (jax.ShapeDtypeStruct((rows, heads, key, value), turned.dtype),)
-        more = dict(K=key, PART=_TURN_ROWS)
     return triton_call(
-        raw, z, norm, count, *given,
-        kernel=kernel,
+        raw, z, norm, count,
+        kernel=finish_kernel,
         name=f"gated_delta_finish_{rows}x{places}",
-        out=out,
-        grid=(heads, triton.cdiv(places, _FINISH_TOKENS) + parts, rows),
+        out=jax.ShapeDtypeStruct(z.shape, z.dtype),
+        grid=(heads, triton.cdiv(places, _FINISH_TOKENS), rows),
         T=places, V=heads, E=width // heads, TB=_FINISH_TOKENS,
         EPS=eps, SIGMOID=activation == "sigmoid",
-        **more,
     )  # fmt: skip
 
 
@@ -351,7 +283,8 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     """See `qwen4jax.pallas.gated_delta.chunks`."""
     rows, places, width = qkv.shape
     _, heads, key, value = state.recurrent.shape
-    history, _, given = prepared(qkv, a, b, weights, state, count, key_heads=key_heads)
+    sizes = dict(heads=heads, key_heads=key_heads, key=key)
+    history, given = prepared(qkv, a, b, weights, state.conv, count, **sizes)
     like = jax.ShapeDtypeStruct
     part = min(_RECUR_CHANNELS, value)
     recurrent, raw = triton_call(
@@ -366,5 +299,5 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         T=places, N=triton.cdiv(places, CHUNK.value), H=key_heads, V=heads, K=key, C=width,
         E=value, EB=part,
     )  # fmt: skip
-    (out,) = finished(raw, z, weights.norm, count, activation, eps, heads)
+    out = finished(raw, z, weights.norm, count, activation, eps, heads)
     return out, dataclasses.replace(state, conv=history, recurrent=recurrent)
