@@ -38,15 +38,20 @@ def elementwise(
         line = line.strip()
         if allocated := re.match(r"\.shared .* (\w+)\[(\d+)\]$", line):
             registers[allocated[1]] = _allocate(int(allocated[2]))
-        elif access := re.match(r"(?:@(\w+) )?(st|red)\.shared[.\w]* \[(.+)\], (.+)$", line):
-            there, how, address, sources = access.groups()
+        elif access := re.match(r"(?:@(\w+) )?(st|red)\.shared([.\w]*) \[(.+)\], (.+)$", line):
+            there, how, kind, address, sources = access.groups()
             there = registers[there] if there else np.uint32(1)
             for i, source in enumerate(sources.split(", ")):
                 at = value(address) + np.uint32(4 * i)
-                _change(how, *np.broadcast_arrays(there != 0, at, value(source)))
+                word = np.uint16 if kind == ".b16" else np.uint32
+                _change(how, word, *np.broadcast_arrays(there != 0, at, value(source)))
         elif access := re.match(r"ld\.shared[.\w]* (.+), \[(.+)\]$", line):
             for i, target in enumerate(access[1].split(", ")):
                 registers[target] = _shared[0][value(access[2]) // 4 + i]
+        elif product := re.match(r"mma\.sync\.aligned\.(\S+) (.+)$", line):
+            names = product[2].split(", ")
+            given = np.stack([value(name) for name in names[4:]])
+            registers |= zip(names, _WARPS[product[1]](given), strict=False)
         elif line and not re.search(_NO_RESULT, line):
             name, target, *sources = (part.strip() for part in re.split(r"[ ,]+", line))
             registers[target] = _INSTRUCTIONS[name](*(value(s) for s in sources))
@@ -70,11 +75,13 @@ def _allocate(words: int) -> np.ndarray:
     return np.zeros((), np.uint32)
 
 
-def _change(how: str, there: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
-    """Stores words, or adds to them, where an access is there."""
-    place = address[there] // 4
+def _change(
+    how: str, kind: type, there: np.ndarray, address: np.ndarray, value: np.ndarray
+) -> None:
+    """Stores words or their lower halves, or adds to words, where an access is there."""
+    place = address[there] // np.dtype(kind).itemsize
     if how == "st":
-        _shared[0][place] = value[there]
+        _shared[0].view(kind)[place] = value[there].astype(kind)
     else:
         np.add.at(_shared[0], place, value[there])
 
@@ -120,6 +127,44 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return (x * y + z).astype(np.float32).view(np.uint32)
 
 
+def _mma(given: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """`left right + sums` of each warp, float32 words [4, threads].
+
+    Thread `4 g + t` has rows `g` and `g + 8` of columns `2 t` and `2 t + 1` of the sums.
+
+    Args:
+        given: ten words of each thread; the last four are the sums.
+        left: a thread's numbers [4, a pair's keys, threads]: rows g and g + 8, then later keys.
+        right: [2, a pair's keys, threads]: column g, then later keys.
+    """
+    # [half of the keys, half of the rows, keys, warp, g, t]
+    left = left.reshape(2, 2, -1, left.shape[-1] // 32, 8, 4)
+    right = right.reshape(2, -1, right.shape[-1] // 32, 8, 4)
+    with np.errstate(all="ignore"):
+        product = np.einsum("hrkwgt,hkwnt->rwgn", left, right)
+    # [row's half, warp, g, t, column of the thread]
+    product = product.reshape(2, -1, 8, 4, 2).transpose(0, 4, 1, 2, 3).reshape(4, -1)
+    with np.errstate(all="ignore"):
+        return (product + given[6:].view(np.float32)).astype(np.float32).view(np.uint32)
+
+
+def _mma_tf32(given: np.ndarray) -> np.ndarray:
+    """Of 8 keys in float32, whose last 13 bits are cut off."""
+    cut = (given[:6] & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)[:, None]
+    return _mma(given, cut[:4], cut[4:])
+
+
+def _mma_bf16(given: np.ndarray) -> np.ndarray:
+    """Of 16 keys, two bfloat16 in a word."""
+    halves = np.stack([_halves(words) for words in given[:6]]).transpose(0, 2, 1)
+    return _mma(given, halves[:4], halves[4:])
+
+
+def _shuffle(a: np.ndarray, lane: np.ndarray, *_: np.ndarray) -> np.ndarray:
+    """What another lane of the warp has."""
+    return np.take_along_axis(a.reshape(-1, 32), lane.reshape(-1, 32).astype(np.int64), 1).ravel()
+
+
 def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """Two float32 rounded to the bfloat16 halves of a word."""
     with np.errstate(all="ignore"):
@@ -163,6 +208,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "mov.b32": np.copy,
+    "cvt.u16.u32": np.copy,
     "setp.ne.s32": np.not_equal,
     "shf.r.wrap.b32": lambda low, high, n: low >> (n & 31) | high << (32 - (n & 31)),
     "prmt.b32": _prmt,
@@ -171,6 +217,11 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "fma.rn.bf16x2": _product_sum,
     "fma.rn.f32": _fma,
     "cvt.rn.bf16x2.f32": _pair,
+    "shfl.sync.idx.b32": _shuffle,
     "ex2.approx.ftz.f32": _float(np.exp2),
     "rcp.approx.ftz.f32": _float(np.reciprocal),
+}
+_WARPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "m16n8k8.row.col.f32.tf32.tf32.f32": _mma_tf32,
+    "m16n8k16.row.col.f32.bf16.bf16.f32": _mma_bf16,
 }

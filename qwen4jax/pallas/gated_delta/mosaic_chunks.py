@@ -45,9 +45,10 @@ _COLUMN: Any = _MATRIX.reduce(0)
 
 def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     """See `qwen4jax.pallas.gated_delta.chunks`."""
-    _, heads, key, _ = state.recurrent.shape
-    sizes = dict(heads=heads, key_heads=key_heads, key=key)
-    history, prepared = triton_chunks.prepared(qkv, a, b, weights, state.conv, count, **sizes)
+    heads = state.recurrent.shape[1]
+    history, prepared = triton_chunks.prepared(
+        qkv, a, b, weights, state, count, key_heads=key_heads
+    )
     given = dict(zip(("mixed", "narrow", "solve", "mixing", "scales"), prepared, strict=True))
     # wgmma's registers hold neighbours of a row, so those of the state have to be key channels
     given |= dict(state=jnp.swapaxes(state.recurrent, 2, 3), count=count)
@@ -199,10 +200,10 @@ def _hand_over(scratch, name, x, power, chunk):
 def _outputs(given, outs, scratch, where):
     """Asks for all operands, and makes the outputs."""
     row, head, first, number = where
-    (_, heads, value, key), key_heads = given["state"].shape, given["narrow"].shape[3]
+    (_, heads, value, _), key_heads = given["state"].shape, given["narrow"].shape[3]
     key_head = head // (heads // key_heads)
     first += head * value
-    own, values = pl.ds(first, _PART), pl.ds(2 * key_heads * key + first, _PART)
+    own = pl.ds(first, _PART)
 
     def ask(chunk, stages, full, sources):
         @pl.when(chunk < number)
@@ -215,7 +216,7 @@ def _outputs(given, outs, scratch, where):
         tokens = pl.ds(chunk * _CHUNK, _CHUNK)
         sources = dict(
             k=given["narrow"].at[row, tokens, 1, key_head],
-            v=given["mixed"].at[row, tokens, values],
+            v=given["mixed"].at[row, tokens, own],
             solve=given["solve"].at[row, chunk, head],
             scales=given["scales"].at[row, chunk, head],
         )

@@ -6,7 +6,7 @@ all chunks at once; the chunks of a head one after the other, for a slice of its
 output norm, which wants all channels of a head.
 
 The floor for 8,192 tokens and 48 value heads of 128 x 128 (6,144 chunks of heads), on an H200:
-bytes 0.34 GB convolution + 0.28 GB preparation + 0.42 GB recurrence + 0.30 GB norm = 1.3 GB, 310 us
+bytes 0.34 GB convolution + 0.22 GB preparation + 0.42 GB recurrence + 0.30 GB norm = 1.3 GB, 310 us
 at 4.3 TB/s, of which the recurrence's 100 us hide behind its products: 8.9 million multiplications
 a chunk and head, 0.11 PFLOP in all, 110 us at the peak of bf16 and 140 us on the 96 multiprocessors
 that have a program. They wait for each other: 1,900 cycles of products a chunk, and as much again
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.gated_delta.triton_convolve import convolve_kernel
 from qwen4jax.pallas.gated_delta.triton_prepare import (
     CHUNK,
     SCALE,
@@ -35,67 +36,10 @@ from qwen4jax.pallas.gated_delta.triton_prepare import (
     split,
 )
 from qwen4jax.pallas.triton_call import triton_call
-from qwen4jax.pallas.triton_math import silu
 
 # exponent to which rows are brought in float16: a row of 64 then stays in it when the triangular
 # system is solved, as no entry of the inverse is above 1
 _LARGEST = tl.constexpr(8)
-
-
-@triton.jit
-def _place(
-    qkv, conv, row, p, n, channel, T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Convolution inputs of token `p` of a row; before 0 the history, from `n` on 0."""
-    start = tl.where(p < 0, conv + (row * 3 + p + 3) * C, qkv + (row.to(tl.int64) * T + p) * C)
-    return tl.load(start + channel, mask=(p < n) & (channel < C), other=0.0)
-
-
-@triton.jit
-def _taps(taps, channel, C: tl.constexpr):
-    """The four bfloat16 taps of some channels, a channel's by one load of 8 bytes."""
-    words = tl.load(
-        taps.to(tl.pointer_type(tl.int64), bitcast=True) + channel, mask=channel < C, other=0
-    )
-    low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
-    w0, w1 = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
-    w2, w3 = (high << 16).to(tl.float32, bitcast=True), (high & -65536).to(tl.float32, bitcast=True)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-def convolve_kernel(
-    qkv, taps, conv, count,
-    mixed, after,
-    T: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr, TB: tl.constexpr, CB: tl.constexpr,
-):  # fmt: skip
-    """SiLU of the convolution for `TB` tokens and `CB` channels; 0 from `count` to a chunk's end.
-
-    A thread has the same channels of all tokens, so each input is loaded and widened once. Also
-    writes the history after `count` tokens.
-    """
-    row = tl.program_id(2)
-    channel = tl.program_id(0) * CB + tl.arange(0, CB)
-    first = tl.program_id(1) * TB
-    n = tl.load(count + row)
-    if first == 0:
-        for j in tl.static_range(3):
-            x = _place(qkv, conv, row, n - 3 + j, n, channel, T, C)
-            tl.store(after + (row * 3 + j) * C + channel, x, mask=channel < C)
-    if first < tl.cdiv(n, CHUNK) * CHUNK:
-        # all at once: behind a store the compiler asks for nothing, as it may be what was stored
-        x = ()
-        for i in tl.static_range(TB + 3):
-            x = x + (_place(qkv, conv, row, first - 3 + i, n, channel, T, C),)  # noqa: RUF005
-        w0, w1, w2, w3 = _taps(taps, channel, C)
-        to = mixed + (row.to(tl.int64) * PADDED + first) * C + channel
-        x0, x1, x2 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32)
-        for i in tl.static_range(TB):
-            x3 = x[i + 3].to(tl.float32)
-            y = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
-            y = tl.where(first + i < n, silu(y), 0.0)
-            tl.store(to + i * C, y.to(mixed.dtype.element_ty), mask=channel < C)
-            x0, x1, x2 = x1, x2, x3
 
 
 @triton.jit
@@ -113,7 +57,7 @@ def recur_kernel(
     mixed, narrow, solve, mixing, scales, count, state,
     raw,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """The chunks of one row's value head in order, for `EB` of its channels.
 
@@ -130,14 +74,14 @@ def recur_kernel(
 
     # numbers move on from chunk to chunk, where tensors of addresses would hold registers
     q_at = narrow + row.to(tl.int64) * (N * CHUNK * 2 * H * K) + head // (V // H) * K
-    v_at = mixed + row.to(tl.int64) * (N * CHUNK * C) + 2 * H * K + head * E
+    v_at = mixed + row.to(tl.int64) * (N * CHUNK * V * E) + head * E
     raw_at = raw + row.to(tl.int64) * (T * V * E) + head * E
     part = (row * N * V + head).to(tl.int64)
     mixing_at = mixing + part * (CHUNK * CHUNK)
     solve_at = solve + part * (2 * CHUNK * CHUNK)
     scales_at = scales + part * (4 * CHUNK)
     keys = t[:, None] * (2 * H * K) + kk[None, :]
-    values = t[:, None] * C + e[None, :]
+    values = t[:, None] * (V * E) + e[None, :]
     square = t[:, None] * CHUNK + t[None, :]
     # turns the values without leaving the registers' layout, and exactly
     one = tl.where(t[:, None] == t[None, :], 1.0, 0.0).to(tl.bfloat16)
@@ -181,7 +125,7 @@ def recur_kernel(
         total = next_total
 
         q_at += CHUNK * 2 * H * K
-        v_at += CHUNK * C
+        v_at += CHUNK * V * E
         raw_at += CHUNK * V * E
         mixing_at += V * CHUNK * CHUNK
         solve_at += V * 2 * CHUNK * CHUNK
@@ -222,47 +166,56 @@ def finish_kernel(
     tl.store(out + at, tl.where(live, o, 0.0).to(out.dtype.element_ty), mask=there)
 
 
-# tokens and channels of a convolution's program, 4 channels a thread
-_CONV_TOKENS, _CONV_CHANNELS = 16, 512
+# tokens and channels of a convolution's program, 4 channels a thread: with 16 tokens a thread needs
+# too many registers for the norms of queries and keys, 5 us more for 8,192 tokens
+_CONV_TOKENS, _CONV_CHANNELS = 8, 512
 # value channels, warps and pipeline depth of the recurrence
 _RECUR_CHANNELS, _RECUR_WARPS, _RECUR_STAGES = 64, 4, 3
 _PREPARE_WARPS = 4
 _FINISH_TOKENS = 16
 
 
-def prepared(qkv, a, b, weights, conv, count, *, heads, key_heads, key):
+def prepared(qkv, a, b, weights, state, count, *, key_heads):
     """What needs no state: the convolution, its history after `count`, what chunks prepare."""
     rows, places, width = qkv.shape
-    size = CHUNK.value
+    _, heads, key, value = state.recurrent.shape
+    size, conv = CHUNK.value, state.conv
     number = triton.cdiv(places, size)
     like = jax.ShapeDtypeStruct
     label = f"{rows}x{places}"
-    channels = min(_CONV_CHANNELS, triton.next_power_of_2(width))
-    mixed, history = triton_call(
+    of_pairs = 2 * key_heads * key
+    # all of a program's are queries and keys, or none
+    channels = min(_CONV_CHANNELS, of_pairs & -of_pairs)
+    mixed, narrow, units, history = triton_call(
         qkv, weights.conv1d, conv, count,
         kernel=convolve_kernel,
         name=f"gated_delta_convolve_{label}",
-        out=(like((rows, number * size, width), qkv.dtype), like(conv.shape, conv.dtype)),
+        out=(
+            like((rows, number * size, heads * value), qkv.dtype),
+            like((rows, number * size, 2, key_heads, key), jnp.float16),
+            like((rows, number * size, 2, key_heads), jnp.float32),
+            like(conv.shape, conv.dtype),
+        ),
         grid=(triton.cdiv(width, channels), number * (size // _CONV_TOKENS), rows),
         T=places, PADDED=number * size, C=width, TB=_CONV_TOKENS, CB=channels,
+        H=key_heads, K=key,
     )  # fmt: skip
     group = next(n for n in (3, 4, 2, 1) if heads // key_heads % n == 0)
     more = triton_call(
-        mixed, a, b, weights.A_log, weights.dt_bias, count,
+        narrow, units, a, b, weights.A_log, weights.dt_bias, count,
         kernel=prepare_kernel,
         name=f"gated_delta_prepare_{label}",
         out=(
-            like((rows, number * size, 2, key_heads, key), jnp.float16),
             like((rows, number, heads, 2, size, size), jnp.float16),
             like((rows, number, heads, size, size), jnp.float16),
             like((rows, number, heads, 4, size), jnp.float32),
         ),
         grid=(number, heads // group, rows),
         num_warps=_PREPARE_WARPS,
-        T=places, N=number, H=key_heads, V=heads, K=key, C=width,
+        T=places, N=number, H=key_heads, V=heads, K=key,
         G=group, GP=triton.next_power_of_2(group),
     )  # fmt: skip
-    return history, (mixed, *more)
+    return history, (mixed, narrow, *more)
 
 
 def finished(raw, z, norm, count, activation, eps, heads):
@@ -281,10 +234,9 @@ def finished(raw, z, norm, count, activation, eps, heads):
 
 def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
     """See `qwen4jax.pallas.gated_delta.chunks`."""
-    rows, places, width = qkv.shape
+    rows, places, _ = qkv.shape
     _, heads, key, value = state.recurrent.shape
-    sizes = dict(heads=heads, key_heads=key_heads, key=key)
-    history, given = prepared(qkv, a, b, weights, state.conv, count, **sizes)
+    history, given = prepared(qkv, a, b, weights, state, count, key_heads=key_heads)
     like = jax.ShapeDtypeStruct
     part = min(_RECUR_CHANNELS, value)
     recurrent, raw = triton_call(
@@ -296,8 +248,7 @@ def chunks(qkv, z, a, b, weights, state, count, *, key_heads, activation, eps):
         num_warps=_RECUR_WARPS,
         num_stages=_RECUR_STAGES,
         aliases={6: 0},
-        T=places, N=triton.cdiv(places, CHUNK.value), H=key_heads, V=heads, K=key, C=width,
-        E=value, EB=part,
+        T=places, N=triton.cdiv(places, CHUNK.value), H=key_heads, V=heads, K=key, E=value, EB=part,
     )  # fmt: skip
     out = finished(raw, z, weights.norm, count, activation, eps, heads)
     return out, dataclasses.replace(state, conv=history, recurrent=recurrent)

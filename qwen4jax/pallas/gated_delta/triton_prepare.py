@@ -1,8 +1,8 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """Triton kernel of what a chunk of 64 tokens needs before it knows its state: see `triton_chunks`.
 
-Queries and keys are bfloat16, so their products are exact operands; the unit norms are factors of
-rows and columns. The triangular system is inverted in float32 and kept to 22 bits.
+Queries and keys are bfloat16 by powers of two, so exact operands; what is left to unit norm are
+factors of rows and columns. The triangular system is inverted in float32 and kept to 22 bits.
 """
 
 import triton
@@ -19,7 +19,6 @@ _BLOCK = tl.constexpr(16)
 # digits, 2**-24 absolute, are then 2**-36
 SCALE = tl.constexpr(4096.0)
 _DECAY_FLOOR = tl.constexpr(reference.DECAY_FLOOR)
-_UNIT_EPS = tl.constexpr(reference.UNIT_EPS)
 # grid on which sums of 64 decays are exact in float32: 88 * 64 < 2**13
 _GRID = tl.constexpr(1024.0)
 
@@ -118,17 +117,6 @@ def _join(m, N: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _narrow(x, to, wanted):
-    """What brings rows to unit norm, and what their copies in float16 were multiplied with."""
-    wide = x.to(tl.float32)
-    unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + _UNIT_EPS)
-    near = power(exponent_of(unit) + 1)
-    if wanted:
-        tl.store(to, (wide * near[:, None]).to(tl.float16))
-    return unit, unit / near
-
-
-@triton.jit
 def _column(x, i):
     """Column `i` of [CHUNK, a power of two]."""
     own = (tl.arange(0, x.shape[1]) == i)[None, :]
@@ -137,16 +125,14 @@ def _column(x, i):
 
 @triton.jit
 def prepare_kernel(
-    mixed, a, b, a_log, dt_bias, count,
-    narrow, solve, mixing, scales,
+    narrow, units, a, b, a_log, dt_bias, count,
+    solve, mixing, scales,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
-    K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of `G` value heads of a key head: all that does not depend on the state.
 
     `GP` is the power of two not below `G`.
-    `narrow` has queries and keys in float16, brought near unit norm by powers of two, which is
-    exact but for what is below 2**-25 of the norm.
     `solve` is `(I + A)^-1 diag(beta)` with `A = beta_i k_i k_j exp(g_j+1 + ... + g_i)` below the
     diagonal, as two float16 matrices in the memory of one of float32, where it is also inverted;
     `mixing` has the products of queries with keys; `scales` the factors of rows.
@@ -159,8 +145,10 @@ def prepare_kernel(
     key_head, kk = head // (V // H), tl.arange(0, K)
     # all at once, as a load behind a branch waits for those before it
     n = tl.load(count + row)
-    at = mixed + tokens[:, None] * C + key_head * K + kk[None, :]
+    at = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
     q = tl.load(at)
+    q_unit = tl.load(units + tokens * (2 * H) + key_head)
+    k_unit = tl.load(units + tokens * (2 * H) + H + key_head)
     token = chunk * CHUNK + t
     gate = ((row * T + token) * V + head)[:, None] + h[None, :]
     there = (token < T)[:, None] & (h < G)[None, :]
@@ -169,11 +157,7 @@ def prepare_kernel(
     of = head + tl.minimum(h, G - 1)
     a_log, dt_bias = tl.load(a_log + of)[None, :], tl.load(dt_bias + of)[None, :]
     if chunk * CHUNK < n:
-        to = narrow + (tokens * (2 * H) + key_head)[:, None] * K + kk[None, :]
-        first = head % (V // H) == 0
-        q_unit, q_rest = _narrow(q, to, first)
         k = tl.load(at + H * K)
-        k_unit, k_rest = _narrow(k, to + H * K, first)
 
         g, beta = _gates(a, b, a_log, dt_bias, (token < n)[:, None])
         # sums of the coarse parts are exact and those of the rest small: a difference of two sums
@@ -189,9 +173,9 @@ def prepare_kernel(
         part = (row * N + chunk) * V + head
         to = scales + (part + h)[None, :] * (4 * CHUNK) + t[:, None]
         here = (h < G)[None, :] & (t >= 0)[:, None]
-        tl.store(to, since * k_rest[:, None], mask=here)
-        tl.store(to + CHUNK, since * (q_rest * K**-0.5)[:, None], mask=here)
-        tl.store(to + 2 * CHUNK, rest * k_rest[:, None], mask=here)
+        tl.store(to, since * k_unit[:, None], mask=here)
+        tl.store(to + CHUNK, since * (q_unit * K**-0.5)[:, None], mask=here)
+        tl.store(to + 2 * CHUNK, rest * k_unit[:, None], mask=here)
         whole = exp(total_coarse + total_fine)[None, :] + tl.zeros_like(rest)
         tl.store(to + 3 * CHUNK, whole, mask=here)
 
