@@ -33,6 +33,7 @@ import triton
 
 from qwen4jax.pallas.gated_residual import limits
 from qwen4jax.pallas.gated_residual import triton_kernels as kernels
+from qwen4jax.pallas.gated_residual.triton_up import up_kernel, up_many_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # outputs of a `down` program; rows of `up` of an `up` program
@@ -53,6 +54,8 @@ class Cut:
         down_stages: buffers of such steps.
         up_warps: of an `up` program.
         up_stages: buffers of steps of `up`.
+        up_rows: of a program of `up`, where they are the long side of its product; else it has all
+            of a block.
     """
 
     rows: int
@@ -62,6 +65,7 @@ class Cut:
     down_stages: int
     up_warps: int
     up_stages: int
+    up_rows: int | None = None
 
 
 def cut(rows: int, count: int, hidden: int) -> Cut:
@@ -72,9 +76,10 @@ def cut(rows: int, count: int, hidden: int) -> Cut:
         return Cut(block, _power(hidden, 512), True, 128, 5, up_warps=4, up_stages=6)
     # wider slices where blocks of rows make programs
     width = _power(count * hidden, 512 * triton.cdiv(rows, block))
-    # what `up` does with its product takes more threads than the product
-    warps, stages = (8 if block == 128 else 4), (6 if block == 32 else 4)
-    return Cut(block, width, False, 64, 8, up_warps=warps, up_stages=stages)
+    if block == 32:
+        return Cut(block, width, False, 64, 8, up_warps=4, up_stages=6)
+    # all programs of `up` run at once: with another stage fewer would
+    return Cut(block, width, False, 64, 8, up_warps=4, up_stages=3, up_rows=64)
 
 
 def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
@@ -98,23 +103,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
         parts = _down(source, matrices, tiles, how, sizes)
         squares = norm
     low, wanted, factors = _squeezed(parts, squares, inject is not None, how, sizes, eps)
-    x = triton_call(
-        source,
-        norm,
-        factors,
-        up,
-        low,
-        kernel=kernels.up_kernel,
-        name=f"gated_residual_up_{rows}x{count}x{hidden}",
-        out=jax.ShapeDtypeStruct((rows, hidden), flat.dtype),
-        grid=(triton.cdiv(rows, how.rows), hidden // (OUTPUTS // count)),
-        num_warps=how.up_warps,
-        num_stages=how.up_stages,
-        EACH=OUTPUTS // count,
-        BLOCK=_power(rank, 64),
-        FACTORS=how.updates,
-        **sizes,
-    )
+    x = _up(source, norm, factors, up, low, how, sizes)
     return (
         new.reshape(streams.shape) if pending else streams,
         x.reshape(batch, time, hidden),
@@ -221,3 +210,23 @@ def _squeezed(parts: Any, squares: Any, inject: bool, how: Cut, sizes: Any, eps:
         EPS=eps,
         **sizes,
     )
+
+
+def _up(source: Any, norm: Any, factors: Any, up: Any, low: Any, how: Cut, sizes: Any) -> Any:
+    """What the sublayer reads [rows, hidden]."""
+    rows, count, hidden, rank = (sizes[n] for n in ("T", "R", "D", "L"))
+    each = OUTPUTS // count
+    common: dict[str, Any] = dict(
+        name=f"gated_residual_up_{rows}x{count}x{hidden}",
+        out=jax.ShapeDtypeStruct((rows, hidden), source.dtype),
+        grid=(triton.cdiv(rows, how.up_rows or how.rows), hidden // each),
+        num_warps=how.up_warps,
+        num_stages=how.up_stages,
+        EACH=each,
+        BLOCK=_power(rank, 64),
+        **sizes,
+    )
+    if how.up_rows:
+        return triton_call(source, up, low, kernel=up_many_kernel, OWN=how.up_rows, **common)
+    arrays = source, norm, factors, up, low
+    return triton_call(*arrays, kernel=up_kernel, FACTORS=how.updates, **common)
