@@ -32,6 +32,7 @@ CHUNKS = {
     ),
     "skinny_matmul.projections": ("draft_in_fp8_128", "delta_in_128"),
     "skinny_matmul.argmax": ("lm_head_128",),
+    "gated_residual.boundary": ("released_128",),
     "moe.router": ("released_128",),
     "moe.experts": ("released_shared_nvfp4_2048", "released_shared_fp8_2048"),
     "index_score": ("released_chunk_of_2048",),

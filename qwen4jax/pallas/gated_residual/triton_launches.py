@@ -12,7 +12,9 @@ however many programs the products have. `down` owns 64 outputs and a slice of t
 there is one program for nearly each multiprocessor and each reads about as much of the streams as
 of the weights: bfloat16, copied to shared memory without passing registers, nearly all of it asked
 for before the first is used. `squeeze` adds the slices up: doing it in `up` would read them once
-for each of its programs. `up` owns some channels of all streams, and with them their mean.
+for each of its programs. `up` owns some channels of all streams, and with them their mean. Above 32
+rows a program has 64 of them, and few enough buffers that all 320 run at once: 18.6 us at 128 rows
+instead of 21.5 with two stages more, and 20.0 with all rows in a program.
 
 Up to 16 rows `update_down` stands for the first two: so few rows are updated by each of its
 programs in no time (at 32 rows all took 18.6 us so, and 15.3 with the two). The norm's factors are

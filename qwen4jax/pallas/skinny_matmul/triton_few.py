@@ -37,7 +37,7 @@ def takes(rows: int, w: Any) -> bool:
     if triton_stored.form_of(w) != "fp8" or rows > _MOST_ROWS:
         return False
     outputs, inputs = w.shape
-    few = triton.cdiv(outputs, 64) < triton_stored.ENOUGH_TILES and outputs % _OUTPUTS == 0
+    few = -(-outputs // 64) < triton_stored.ENOUGH_TILES and outputs % _OUTPUTS == 0
     return few and inputs % (_CHUNK * _WARPS) == 0 and inputs <= _MOST_STEPS * _CHUNK * _WARPS
 
 
