@@ -3,8 +3,9 @@
 
 Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s (with the streams of 128 rows 4.6
 us; their arithmetic takes half of that), and for each launch its start and one latency.
-Measured on an H200, alone: 12.5 us at 16 rows, 13.6 at 32, 21.0 at 128. The four launches as one,
-whose programs meet three times (`triton_meeting`), take as long at each: 12.7, 13.6, 21.1.
+Measured on an H200, alone: 12.4 us at 16 rows, 13.1 at 32, 18.5 at 128. The four launches as one,
+whose programs meet three times (`triton_meeting`), took as long as they did before their `up` was
+cut as now: 12.7, 13.6, 21.1.
 
 Above 16 rows there are four launches. `norm` adds the pending output to a stream of a row, rounds,
 and norms it: all that a program needs for that is in its registers, and the streams are read once
@@ -13,7 +14,7 @@ there is one program for nearly each multiprocessor and each reads about as much
 of the weights: bfloat16, copied to shared memory without passing registers, nearly all of it asked
 for before the first is used. `squeeze` adds the slices up: doing it in `up` would read them once
 for each of its programs. `up` owns some channels of all streams, and with them their mean. Above 32
-rows a program has 64 of them, and few enough buffers that all 320 run at once: 18.6 us at 128 rows
+rows a program has 64 of them, and few enough buffers that all 320 run at once: 18.5 us at 128 rows
 instead of 21.5 with two stages more, and 20.0 with all rows in a program.
 
 Up to 16 rows `update_down` stands for the first two: so few rows are updated by each of its

@@ -3,7 +3,8 @@
 
 Latency decides here too: of 128 tokens all bytes are 3.3 MB, 0.8 us at 4.3 TB/s. A program of the
 first launch has 64 rows of the weights and a slice of the columns, and asks for nearly all of them
-at once. The second adds the slices up in their order, and is what chooses in `triton_router`.
+at once. The second adds the slices up in their order, and is what chooses in `triton_router`. An
+H200 takes 8.0 us for 128 tokens, and 10.0 by `projections` and `route`.
 """
 
 import triton

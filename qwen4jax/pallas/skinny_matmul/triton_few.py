@@ -3,8 +3,8 @@
 
 A program has 16 outputs, and its warps take chunks of the inputs in turn: the products of
 `moe.triton_stored`, whose lanes decode in place what they load. So all of a weight is under way at
-once, where tiles in shared memory are too few for that: 2,560 outputs of 2,560 inputs in 5.6 us,
-and of 6,144 in 10.4 (14.3 by one-warp programs of `triton_stored`; an H200, one row).
+once, where tiles in shared memory are too few for that: 2,560 outputs of 6,144 inputs in 10.2 us,
+14.3 by one-warp programs of `triton_stored`, and of 2,560 in 6.0 (an H200, one row).
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ Weights of several forms may go in one launch, each program to its own.
 Floor: the stored bytes over 4.3 TB/s, for lm_head 148 us in FP8 and 83 in NVFP4, where bfloat16 has
 296. Decoding costs about 3 instructions a value in FP8 and 6 in NVFP4; at these rates a
 multiprocessor has time for 7 and 12. An H200 takes 153 and 234 us. Above 32 rows FP8 is slower than
-bfloat16 (13,952 outputs and 128 rows: 30.5 us, and 24.1): a program decodes, multiplies and scales
+bfloat16 (13,952 outputs and 128 rows: 30.1 us, and 24.1): a program decodes, multiplies and scales
 one after the other.
 """
 
@@ -127,8 +127,8 @@ def tiling(rows: int, outputs: Sequence[int], forms: Sequence[str]) -> dict[str,
         return dict(BLOCK_N=16, STAGES=8, num_warps=1, **common)
     if block_rows == 8 or "fp8" not in forms:
         return dict(BLOCK_N=64, STAGES=5, num_warps=4, **common)
-    # A group of four warps waits for all of its products at once, two warps do not: 16.9 us instead
-    # of 22.0 for 13,312 outputs and 32 rows. Of many tiles four at a time share a multiprocessor.
+    # A group of four warps waits for all of its products at once, two warps do not: 17.3 us instead
+    # of 22.0 for 13,952 outputs and 32 rows. Of many tiles four at a time share a multiprocessor.
     return dict(BLOCK_N=64, STAGES=3 if tiles > _MANY_TILES else 5, num_warps=2, **common)
 
 
