@@ -21,7 +21,8 @@ _FEW_TRITON: Rows = ((_DECODE, ("triton",)),)
 # device kind, as JAX names it -> operation -> rows
 FASTEST: dict[str, dict[str, Rows]] = {
     "NVIDIA H200": {
-        "skinny_matmul": ((_VERIFY, ("triton",)),),
+        # four streams for each row go into the draft head
+        "skinny_matmul": ((4 * _VERIFY, ("triton",)),),
         "skinny_matmul.projections": ((_VERIFY, ("triton",)),),
         "skinny_matmul.argmax": ((_VERIFY, ("triton", "separate")),),
         # a Mosaic kernel of more rows is faster alone, but brings a memset, and every call of it in
@@ -32,7 +33,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
             (ANY, ("triton_many", "triton")),
         ),
         # a launch less, which rounds show and single calls do not (`choices.jsonl`)
-        "moe.router": ((_DECODE, ("triton", "separate")), (ANY, ("separate",))),
+        "moe.router": ((_VERIFY, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
         # FP8 and bfloat16 in Mosaic, NVFP4 in Triton
         "moe.experts": (

@@ -23,9 +23,17 @@ from qwen4jax.pallas.skinny_matmul import projections
 
 # chunks of prompts, and many requests: other kernels or options than for a round of one
 CHUNKS = {
-    "skinny_matmul": ("delta_out_128",),
-    "skinny_matmul.projections": ("delta_in_128",),
+    "skinny_matmul": (
+        "draft_delta_out_nvfp4_1",
+        "draft_delta_out_fp8_128",
+        "draft_fc_fp8_512",
+        "fc_512",
+        "delta_out_128",
+    ),
+    "skinny_matmul.projections": ("draft_in_fp8_128", "delta_in_128"),
     "skinny_matmul.argmax": ("lm_head_128",),
+    "gated_residual.boundary": ("released_128",),
+    "moe.router": ("released_128",),
     "moe.experts": ("released_shared_nvfp4_2048", "released_shared_fp8_2048"),
     "index_score": ("released_chunk_of_2048",),
     "index_topk": ("released_best_chunk_of_2048_at_64k",),

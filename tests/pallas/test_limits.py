@@ -132,7 +132,8 @@ def test_a_shared_expert_in_float32(tokens: int, implementation: str):
     ("tokens", "count", "hidden", "dtype", "reason"),
     [
         (4, 32, 64, F32, "in bfloat16"),
-        (33, 32, 64, BF16, "up to 32 tokens, these are 33"),
+        (129, 32, 64, BF16, "up to 128 tokens, these are 129"),
+        (33, 32, 96, BF16, "hidden size in multiples of 64, not 96"),
         (4, 24, 64, BF16, "in multiples of 16, not 24"),
         (4, 2064, 64, BF16, "up to 2048 experts in multiples of 16, not 2064"),
         (4, 32, 48, BF16, "hidden size in multiples of 32, not 48"),

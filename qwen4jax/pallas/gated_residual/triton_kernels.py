@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from qwen4jax.pallas.triton_math import sigmoid
+
 # by one thread: whoever else reads the bytes soon finds them in the cache
 _ASK = tl.constexpr("""{
 .reg .pred p;
@@ -322,76 +324,9 @@ def squeeze_kernel(
         tl.store(factors + part // EACH * ROWS + place[None, :], factor, own)
     total = tl.sum(loaded, axis=0) / R
     if group < L * ROWS // SUMS:
-        value = (total * tl.sigmoid(total)).to(tl.bfloat16)
+        value = (total * sigmoid(total)).to(tl.bfloat16)
         tl.store(low + block * (L * ROWS) + place, value)
     else:
         row = block * ROWS + place % ROWS
         stream = place // ROWS - L
-        tl.store(wanted + row * R + stream, 2.0 * tl.sigmoid(total), (row < T) & (stream < R))
-
-
-@triton.jit
-def up_kernel(
-    streams,
-    norm,
-    factors,
-    up,
-    low,
-    x,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    ROWS: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FACTORS: tl.constexpr,
-):
-    """The mean over streams of EACH channels: grid (blocks of rows, D / EACH).
-
-    Args:
-        streams: with everything in them, or their norm [T, R D].
-        norm: gain minus one [R D].
-        factors: of the norm [R, ROWS].
-        up: gates' projection [R D, L].
-        low: of `squeeze_kernel`.
-        x: [T, D].
-        T: rows.
-        R: streams.
-        D: channels of a stream.
-        L: rank.
-        ROWS: of a block.
-        EACH: channels of each stream.
-        BLOCK: columns of a step.
-        FACTORS: whether the streams still are to be normed.
-    """
-    block, first = tl.program_id(0), tl.program_id(1) * EACH
-    line = tl.arange(0, ROWS)
-    # rows of `up`: 16 to a warp, all streams of some channels, so that their sum stays within it
-    index = tl.arange(0, R * EACH)
-    SOME: tl.constexpr = 16 // R
-    stream = index % 16 // SOME
-    column = stream * D + first + index // 16 * SOME + index % SOME
-    row = (block * ROWS + line).to(tl.int64)
-    live = (row < T)[:, None]
-    # under way before the products' first step
-    value = tl.load(streams + row[:, None] * (R * D) + column[None, :], live, 0.0)
-    factor, gain = 1.0, 0.0
-    if FACTORS:
-        factor = tl.load(factors + (stream * ROWS)[None, :] + line[:, None])
-        gain = tl.load(norm + column)
-    k = tl.arange(0, BLOCK)
-    w = up + column[:, None] * L + k[None, :]
-    z = low + block * (L * ROWS) + k[:, None] * ROWS + line[None, :]
-    acc = tl.zeros((R * EACH, ROWS), tl.float32)
-    for i in tl.range(0, L, BLOCK):
-        acc = tl.dot(tl.load(w + i), tl.load(z + i * ROWS), acc)
-    gates = tl.sigmoid(acc).T
-    value = value.to(tl.float32)
-    if FACTORS:
-        value = value * factor * (1.0 + gain.to(tl.float32))[None, :]
-        value = value.to(tl.bfloat16).to(tl.float32)
-    gated = tl.reshape(gates * value, (ROWS, R * EACH // 16, R, SOME))
-    mean = tl.reshape(tl.sum(gated, axis=2) / R, (ROWS, EACH))
-    channel = first + tl.arange(0, EACH)
-    tl.store(x + row[:, None] * D + channel[None, :], mean.to(tl.bfloat16), live)
+        tl.store(wanted + row * R + stream, 2.0 * sigmoid(total), (row < T) & (stream < R))

@@ -3,8 +3,9 @@
 
 Floor at the released size: 13.2 MB of weights, 3.1 us at 4.3 TB/s (with the streams of 128 rows 4.6
 us; their arithmetic takes half of that), and for each launch its start and one latency.
-Measured on an H200, alone: 12.5 us at 16 rows, 13.6 at 32, 21.0 at 128. The four launches as one,
-whose programs meet three times (`triton_meeting`), take as long at each: 12.7, 13.6, 21.1.
+Measured on an H200, alone: 12.4 us at 16 rows, 13.1 at 32, 18.5 at 128. The four launches as one,
+whose programs meet three times (`triton_meeting`), took as long as they did before their `up` was
+cut as now: 12.7, 13.6, 21.1.
 
 Above 16 rows there are four launches. `norm` adds the pending output to a stream of a row, rounds,
 and norms it: all that a program needs for that is in its registers, and the streams are read once
@@ -12,7 +13,9 @@ however many programs the products have. `down` owns 64 outputs and a slice of t
 there is one program for nearly each multiprocessor and each reads about as much of the streams as
 of the weights: bfloat16, copied to shared memory without passing registers, nearly all of it asked
 for before the first is used. `squeeze` adds the slices up: doing it in `up` would read them once
-for each of its programs. `up` owns some channels of all streams, and with them their mean.
+for each of its programs. `up` owns some channels of all streams, and with them their mean. Above 32
+rows a program has 64 of them, and few enough buffers that all 320 run at once: 18.5 us at 128 rows
+instead of 21.5 with two stages more, and 20.0 with all rows in a program.
 
 Up to 16 rows `update_down` stands for the first two: so few rows are updated by each of its
 programs in no time (at 32 rows all took 18.6 us so, and 15.3 with the two). The norm's factors are
@@ -33,6 +36,7 @@ import triton
 
 from qwen4jax.pallas.gated_residual import limits
 from qwen4jax.pallas.gated_residual import triton_kernels as kernels
+from qwen4jax.pallas.gated_residual.triton_up import up_kernel, up_many_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
 # outputs of a `down` program; rows of `up` of an `up` program
@@ -53,6 +57,8 @@ class Cut:
         down_stages: buffers of such steps.
         up_warps: of an `up` program.
         up_stages: buffers of steps of `up`.
+        up_rows: of a program of `up`, where they are the long side of its product; else it has all
+            of a block.
     """
 
     rows: int
@@ -62,6 +68,7 @@ class Cut:
     down_stages: int
     up_warps: int
     up_stages: int
+    up_rows: int | None = None
 
 
 def cut(rows: int, count: int, hidden: int) -> Cut:
@@ -72,9 +79,10 @@ def cut(rows: int, count: int, hidden: int) -> Cut:
         return Cut(block, _power(hidden, 512), True, 128, 5, up_warps=4, up_stages=6)
     # wider slices where blocks of rows make programs
     width = _power(count * hidden, 512 * triton.cdiv(rows, block))
-    # what `up` does with its product takes more threads than the product
-    warps, stages = (8 if block == 128 else 4), (6 if block == 32 else 4)
-    return Cut(block, width, False, 64, 8, up_warps=warps, up_stages=stages)
+    if block == 32:
+        return Cut(block, width, False, 64, 8, up_warps=4, up_stages=6)
+    # all programs of `up` run at once: with another stage fewer would
+    return Cut(block, width, False, 64, 8, up_warps=4, up_stages=3, up_rows=64)
 
 
 def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
@@ -98,23 +106,7 @@ def boundary(streams, pending, norm, down, up, inject, counter, *, eps):
         parts = _down(source, matrices, tiles, how, sizes)
         squares = norm
     low, wanted, factors = squeezed(parts, squares, inject is not None, how.updates, sizes, eps)
-    x = triton_call(
-        source,
-        norm,
-        factors,
-        up,
-        low,
-        kernel=kernels.up_kernel,
-        name=f"gated_residual_up_{rows}x{count}x{hidden}",
-        out=jax.ShapeDtypeStruct((rows, hidden), flat.dtype),
-        grid=(triton.cdiv(rows, how.rows), hidden // (OUTPUTS // count)),
-        num_warps=how.up_warps,
-        num_stages=how.up_stages,
-        EACH=OUTPUTS // count,
-        BLOCK=_power(rank, 64),
-        FACTORS=how.updates,
-        **sizes,
-    )
+    x = _up(source, norm, factors, up, low, how, sizes)
     return (
         new.reshape(streams.shape) if pending else streams,
         x.reshape(batch, time, hidden),
@@ -221,3 +213,23 @@ def squeezed(parts: Any, squares: Any, inject: bool, updates: bool, sizes: Any, 
         EPS=eps,
         **sizes,
     )
+
+
+def _up(source: Any, norm: Any, factors: Any, up: Any, low: Any, how: Cut, sizes: Any) -> Any:
+    """What the sublayer reads [rows, hidden]."""
+    rows, count, hidden, rank = (sizes[n] for n in ("T", "R", "D", "L"))
+    each = OUTPUTS // count
+    common: dict[str, Any] = dict(
+        name=f"gated_residual_up_{rows}x{count}x{hidden}",
+        out=jax.ShapeDtypeStruct((rows, hidden), source.dtype),
+        grid=(triton.cdiv(rows, how.up_rows or how.rows), hidden // each),
+        num_warps=how.up_warps,
+        num_stages=how.up_stages,
+        EACH=each,
+        BLOCK=_power(rank, 64),
+        **sizes,
+    )
+    if how.up_rows:
+        return triton_call(source, up, low, kernel=up_many_kernel, OWN=how.up_rows, **common)
+    arrays = source, norm, factors, up, low
+    return triton_call(*arrays, kernel=up_kernel, FACTORS=how.updates, **common)

@@ -112,7 +112,9 @@ CASES = (
     _router("two_rows_of_128", 5, 144, 10, 256),
     _router("two_groups", 10, 32, 4, 128),
     _router("apart", 5, 32, 10, 64, most=9),
-    _router("above_the_kernel", 33, 16, 3, 64),
+    _router("many", 33, 16, 3, 64),
+    _router("many_in_two_rows_of_128", 40, 144, 10, 768, renormalize=False),
+    _router("above_the_kernel", 129, 16, 3, 64),
     _experts("few_tokens", 2, 8, 3, 32, 16),
     _experts("many_tokens", 9, 4, 2, 32, 16),
     _experts("one_expert_for_all", 3, 8, 1, 16, 8, pick=[[7], [7], [7]]),
@@ -147,7 +149,10 @@ CASES = (
     _experts("shared_bfloat16", 8, 4, 2, 64, 32, BF16, shared=True),
     _route("released_4", 4, 512, 10, BF16, device_only=True),
     _route("released_chunk", 4096, 512, 10, BF16, device_only=True),
-    *(_router(f"released_{t}", t, 512, 10, 2560, device_only=True) for t in (1, 4, 8, 16, 32, 128)),
+    *(
+        _router(f"released_{t}", t, 512, 10, 2560, device_only=True)
+        for t in (1, 4, 8, 16, 32, 128, 2048)
+    ),
     *(
         _experts(f"released_{form}_{t}", t, 512, 10, 2560, 640, BF16, form=form, device_only=True)
         for form in ("plain", "nvfp4", "fp8")

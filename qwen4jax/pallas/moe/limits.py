@@ -25,6 +25,10 @@ MOST_EXPERTS = 2048
 ROUTER_GROUPS = counters.ROUTER_GROUPS
 # rows of its tile, and columns of a step of a warp
 ROUTER_ROWS, ROUTER_CHUNK = 16, 32
+# tokens up to which a router is one launch
+MOST_ROUTED = 8 * ROUTER_GROUPS
+# of a router of more: rows and columns of a step, and programs among which columns are split
+MANY_ROWS, MANY_COLUMNS, MANY_SLICES = 64, 64, 10
 # steps of a warp at most, whose weights are all asked for at once
 _ROUTER_STEPS = 10
 # of the Mosaic kernel: a tile's hidden values are in registers, all of whose CTAs have to fit, and
@@ -96,15 +100,17 @@ def refuses_router(x, gate, shared_gate, k, counter, *, renormalize):
     """What keeps the Triton kernel from these arguments, if anything."""
     if any(a.dtype != jnp.bfloat16 for a in (x, gate, shared_gate)):
         return "is for tokens and weights in bfloat16"
-    if x.shape[0] > 8 * ROUTER_GROUPS:
-        return f"is for up to {8 * ROUTER_GROUPS} tokens, these are {x.shape[0]}"
+    if x.shape[0] > MOST_FEW:
+        return f"is for up to {MOST_FEW} tokens, these are {x.shape[0]}"
     experts, hidden = gate.shape
     if experts % ROUTER_ROWS or experts > MOST_EXPERTS:
         return f"is for up to {MOST_EXPERTS} experts in multiples of {ROUTER_ROWS}, not {experts}"
-    if hidden % ROUTER_CHUNK:
-        return f"needs a hidden size in multiples of {ROUTER_CHUNK}, not {hidden}"
+    many = x.shape[0] > MOST_ROUTED
+    chunk = MANY_COLUMNS if many else ROUTER_CHUNK
+    if hidden % chunk:
+        return f"needs a hidden size in multiples of {chunk}, not {hidden}"
     splits, warps = router_cut(hidden)
-    if (steps := hidden // (ROUTER_CHUNK * splits * warps)) > _ROUTER_STEPS:
+    if not many and (steps := hidden // (ROUTER_CHUNK * splits * warps)) > _ROUTER_STEPS:
         return f"is for rows of up to {_ROUTER_STEPS} steps of a warp, {hidden} columns are {steps}"
     return None
 

@@ -11,6 +11,7 @@ from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
 from qwen4jax.pallas.moe.triton_route import route_kernel
 from qwen4jax.pallas.moe.triton_router import router_kernel
+from qwen4jax.pallas.moe.triton_router_many import choose_kernel, parts_kernel
 from qwen4jax.pallas.moe.triton_sum import COMBINED, combine_kernel
 from qwen4jax.pallas.triton_call import triton_call
 
@@ -58,6 +59,8 @@ def router(x, gate, shared_gate, k, counter, *, renormalize):
     )
     if tokens == 0:
         return jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), chosen), counter
+    if tokens > limits.MOST_ROUTED:
+        return _router_many(x, gate, shared_gate, chosen, k, renormalize), counter
     splits, warps = limits.router_cut(hidden)
     rows = limits.ROUTER_ROWS
     parts = jax.ShapeDtypeStruct((splits, tokens, experts_ + rows), jnp.float32)
@@ -86,6 +89,44 @@ def router(x, gate, shared_gate, k, counter, *, renormalize):
         RENORMALIZE=renormalize,
     )
     return chosen, counter
+
+
+def _router_many(x, gate, shared_gate, chosen, k, renormalize):
+    """`router` of so many tokens that products and choice are a launch each."""
+    (tokens, hidden), experts_ = x.shape, gate.shape[0]
+    slices = min(limits.MANY_SLICES, hidden // limits.MANY_COLUMNS)
+    block = max(16, min(128, limits.power_of_2(tokens)))
+    parts = triton_call(
+        x,
+        gate,
+        shared_gate,
+        kernel=parts_kernel,
+        name=f"router_parts_{tokens}x{experts_}x{hidden}",
+        out=jax.ShapeDtypeStruct((slices, tokens, experts_ + limits.ROUTER_ROWS), jnp.float32),
+        grid=(-(-tokens // block), slices, -(-experts_ // limits.MANY_ROWS) + 1),
+        num_warps=8,
+        # all steps of a slice are under way at once at the released size
+        num_stages=4,
+        T=tokens,
+        E=experts_,
+        D=hidden,
+        TOKENS=block,
+    )
+    return triton_call(
+        parts,
+        kernel=choose_kernel,
+        name=f"router_choose_{tokens}x{experts_}",
+        out=chosen,
+        grid=(tokens,),
+        num_warps=1,
+        T=tokens,
+        E=experts_,
+        K=k,
+        R=limits.power_of_2(-(-experts_ // 128)),
+        KP=limits.power_of_2(k),
+        SLICES=slices,
+        RENORMALIZE=renormalize,
+    )
 
 
 def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):

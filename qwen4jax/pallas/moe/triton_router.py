@@ -113,8 +113,33 @@ def _sum(loaded, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _choose(
+def load_parts(
     parts,
+    first,
+    T: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    G: tl.constexpr,
+    SPLITS: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Partial sums of W G tokens from `first` on, and of their shared expert's logit.
+
+    Loaded in rows of 128 experts, a row for a warp, in such an order that a warp has all of its
+    token's: the reshapes of `choose` only rename registers, and no warp waits for another.
+    """
+    line = tl.arange(0, G * R * W)
+    token = first + line // (R * W) * W + line % W
+    e = (line // W % R * 128)[:, None] + tl.arange(0, 128)[None, :]
+    loaded = _parts(parts, token[:, None], e, T, E, E + ROWS, SPLITS)
+    own = first + tl.arange(0, W * G)
+    return loaded, _parts(parts, own, E, T, E + 1, E + ROWS, SPLITS)
+
+
+@triton.jit
+def choose(
+    loaded,
+    gate,
     ids,
     shares,
     shared,
@@ -129,19 +154,9 @@ def _choose(
     W: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Of tokens from `first` on the K largest logits and their shares, and the shared expert's.
-
-    Loaded in rows of 128 experts, a row for a warp, in such an order that a warp has all of its
-    token's: the reshapes only rename registers, and no warp waits for another.
-    """
+    """Of `load_parts`' tokens the K largest logits and their shares, and the shared expert's."""
     line = tl.arange(0, G * R * W)
-    token = first + line // (R * W) * W + line % W
     e = (line // W % R * 128)[:, None] + tl.arange(0, 128)[None, :]
-    loaded = _parts(parts, token[:, None], e, T, E, E + ROWS, SPLITS)
-    own = first + tl.arange(0, 8)
-    gate = _parts(parts, own, E, T, E + 1, E + ROWS, SPLITS)
-    # loads stay above, as in `router_kernel`
-    tl.debug_barrier()
     keys = tl.where(e < E, _keys(_sum(loaded, SPLITS), e), _NOTHING)
     keys = tl.reshape(tl.permute(tl.reshape(keys, (G, R, W, 128)), (2, 0, 1, 3)), (W * G, R * 128))
     left = keys
@@ -165,6 +180,7 @@ def _choose(
     at, there = token * K + j, (token < T) & (j < K)
     tl.store(ids + at, (chosen & _EXPERT) ^ _EXPERT, there)
     tl.store(shares + at, share, there)
+    own = first + tl.arange(0, W * G)
     tl.store(shared + own, _sum(gate, SPLITS), own < T)
 
 
@@ -234,5 +250,8 @@ def router_kernel(
     # every thread's sums before the count
     tl.debug_barrier()
     if tl.atomic_add(counter + group, 1, sem="acq_rel") == SPLITS * (TILES + 1) - 1:
-        _choose(parts, ids, shares, shared, first, T, E, K, R, G, KP, SPLITS, W, RENORMALIZE)
+        loaded, gate = load_parts(parts, first, T, E, R, G, SPLITS, W)
+        # loads stay above, as before
+        tl.debug_barrier()
+        choose(loaded, gate, ids, shares, shared, first, T, E, K, R, G, KP, SPLITS, W, RENORMALIZE)
         tl.store(counter + group, 0)

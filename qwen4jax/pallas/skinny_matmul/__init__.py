@@ -13,22 +13,23 @@ from qwen4jax.pallas.skinny_matmul import reference
 _TRITON = "qwen4jax.pallas.skinny_matmul.triton_kernels"
 _TRITON_ARGMAX = "qwen4jax.pallas.skinny_matmul.triton_argmax"
 _MOSAIC = "qwen4jax.pallas.skinny_matmul.mosaic_hopper"
-# above these cuBLAS is as good, and larger tiles than the kernels' are better
-MOST_ROWS = 128
+# above these cuBLAS is as good, and larger tiles than the kernels' are better: of one weight, and
+# of several
+MOST_ROWS, MOST_ROWS_TOGETHER = 512, 128
 MOST_WEIGHTS = 4
 # the narrow operand of wgmma, in Mosaic
 MOST_TOKENS = 32
 
 
-def _refuses(x: Any, weights: Sequence[Any]) -> str | None:
+def _refuses(x: Any, weights: Sequence[Any], most_rows: int = MOST_ROWS_TOGETHER) -> str | None:
     rows = x.size // max(x.shape[-1], 1)
     plain = [w for w in weights if not isinstance(w, quant.Quantized)]
     if any(a.dtype != jnp.bfloat16 for a in (x, *plain)):
         return "takes bfloat16 rows, and weights in bfloat16, block-scaled FP8 or NVFP4"
     if any(isinstance(w, quant.ScaledTable) for w in weights):
         return "multiplies with no table"
-    if not 1 <= rows <= MOST_ROWS:
-        return f"takes 1 to {MOST_ROWS} rows, not {rows}"
+    if not 1 <= rows <= most_rows:
+        return f"takes 1 to {most_rows} rows, not {rows}"
     if len(weights) > MOST_WEIGHTS:
         return f"takes up to {MOST_WEIGHTS} weights, not {len(weights)}"
     if x.shape[-1] % 128:
@@ -37,7 +38,7 @@ def _refuses(x: Any, weights: Sequence[Any]) -> str | None:
 
 
 def _refuses_one(x: Any, w: Any, bias: Any, **_: Any) -> str | None:
-    return "adds no bias" if bias is not None else _refuses(x, (w,))
+    return "adds no bias" if bias is not None else _refuses(x, (w,), MOST_ROWS)
 
 
 def _refuses_several(x: Any, weights: Sequence[Any], biases: Sequence[Any], **_: Any) -> str | None:

@@ -1,5 +1,7 @@
 """Cases of the dense projection."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -95,6 +97,7 @@ _RELEASED = {
     "router": (512, 2560),
     "shared_down": (2560, 640),
     "lm_head": (248320, 2560),
+    "fc": (2560, 2560),
 }
 # of the weights that read the same rows
 _RELEASED_TOGETHER = {
@@ -125,8 +128,8 @@ CASES = (
     _case("bfloat16_wide_tiles", (3,), 6403, 128, BF16),
     _case("bfloat16_square_tiles", (40,), 12803, 128, BF16),
     _case("bfloat16_split", (2, 20), 200, 768, BF16),
-    # room for three splits, of four steps
-    _case("bfloat16_split_in_two", (40,), 2560, 256, BF16),
+    # three splits, of four steps
+    _case("bfloat16_split_unevenly", (40,), 2560, 256, BF16),
     _case("bfloat16_split_to_float32", (67,), 48, 384, BF16, out_dtype=F32),
     _case("bfloat16_square_tiles_of_128", (67,), 12803, 128, BF16),
     Case("projections", "biases", _biased),
@@ -142,6 +145,13 @@ CASES = (
         for form in _FORMS
         for rows in (40, 67)
     ),
+    _case("bfloat16_many_rows", (300,), 200, 256, BF16),
+    _case("fp8_many_rows", (150,), 130, 256, BF16, form="fp8"),
+    _case("fp8_square_tiles", (40,), 12803, 128, BF16, form="fp8"),
+    _case("fp8_few_rows", (3,), 32, 1024, BF16, form="fp8"),
+    _case("fp8_few_rows_to_float32", (8,), 160, 512, BF16, form="fp8", out_dtype=F32),
+    # room for three splits of 64 outputs, of seven steps
+    _case("fp8_split_unevenly", (20,), 2560, 896, BF16, form="fp8"),
     _case("fp8_to_float32", (3,), 130, 256, BF16, form="fp8", out_dtype=F32),
     _several("three_forms", (3,), (130, 48, 7), 256, forms=("fp8", "", "nvfp4")),
     _several("three_forms_40_rows", (40,), (130, 48, 7), 256, forms=("fp8", "", "nvfp4")),
@@ -163,9 +173,11 @@ CASES = (
             form=form,
             device_only=True,
         )
-        for name in ("delta_out", "lm_head")
-        for form in _FORMS
-        for rows in (1, 4)
+        for name, form, rows in (
+            *itertools.product(("delta_out", "lm_head"), _FORMS, (1, 4)),
+            *itertools.product(("delta_out", "fc"), ("fp8",), (32, 128)),
+            *(("fc", "fp8", rows) for rows in (1, 4, 512)),
+        )
     ),
     *(
         _argmax(f"lm_head_{rows}", (rows,), *_RELEASED["lm_head"], device_only=True)
@@ -179,8 +191,7 @@ CASES = (
             form=form,
             device_only=True,
         )
-        for form in _FORMS
-        for rows in (1, 8)
+        for form, rows in (*itertools.product(_FORMS, (1, 8)), ("fp8", 32))
     ),
     # the lowest 65,536 ids, as `draft_vocab` has it
     _argmax("draft_lm_head_fp8_65536_ids_1", (1,), 65536, 2560, form="fp8", device_only=True),
@@ -192,9 +203,9 @@ CASES = (
             forms=(form, form, form, ""),
             device_only=True,
         )
-        for form in _FORMS
-        for rows in (1, 4)
+        for form, rows in (*itertools.product(_FORMS, (1, 4)), ("fp8", 32), ("fp8", 128))
     ),
+    *(_case(f"fc_{n}", (n,), *_RELEASED["fc"], BF16, device_only=True) for n in (256, 512)),
     *(
         _case(f"{name}_{rows}", (rows,), *shape, BF16, device_only=True)
         for name, shape in _RELEASED.items()

@@ -8,7 +8,8 @@ each and 3,880, and above 32 rows of 128 and 1,940.
 
 Values are compared as integers in which order is that of the floats: NaN above everything, -0 equal
 to 0. So equal logits are equal, and the lowest id among them is a second minimum. The sums are
-those of `triton_kernels` and `triton_stored`, bit for bit (but not of `triton_split`).
+those of `triton_kernels` and `triton_stored`, bit for bit (but not of `triton_split` and
+`triton_few`).
 
 Floor: the weight's bytes over 4.3 TB/s, and two launches.
 """
@@ -30,11 +31,11 @@ def argmax(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
     """See `qwen4jax.pallas.skinny_matmul.argmax`."""
     flat = x.reshape(-1, x.shape[-1])
     (rows, inputs), outputs = flat.shape, w.shape[0]
+    form = triton_stored.form_of(w)
     if isinstance(w, quant.Quantized):
-        tile = triton_stored.tiling(rows, (outputs,))
+        tile = triton_stored.tiling(rows, (outputs,), (form,))
     else:
         tile = triton_kernels.tiling(rows, inputs, (outputs,))
-    form = triton_stored.form_of(w)
     tiles = triton.cdiv(outputs, tile["BLOCK_N"])
     best = jax.ShapeDtypeStruct((rows, tiles), jnp.int32)
     partial = triton_call(
@@ -71,7 +72,9 @@ def _best_of_tile(
 ):  # fmt: skip
     """Each row's largest value of a tile, and its id: inverted where one of them is not finite."""
     tile = tl.program_id(1)
-    acc = product(x, w, s, g, tile, ROWS, K, N, FORM, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+    acc = product(
+        x, w, s, g, tile, 0, K // BLOCK_K, ROWS, K, N, FORM, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K
+    )
     # what is past the last output repeats it, and has a larger id
     outputs = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     acc = tl.where(acc == 0, 0.0, acc)

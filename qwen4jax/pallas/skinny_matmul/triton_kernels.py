@@ -4,8 +4,9 @@ The weight's rows are the left operand, so that the few tokens are the narrow si
 Three tilings. `wide`: 64 weight rows a program. `narrow`: 16 weight rows and one warp, for matrices
 with too few rows to give every multiprocessor a wide tile; five steps of it are under way at once.
 `square`, above 32 rows: 128 weight rows a program with up to 128 of the few, which otherwise would
-be read from L2 by so many programs that this takes longer than the weight. Where those are too few,
-`triton_split` splits the inputs.
+be read from L2 by so many programs that this takes longer than the weight. Where tiles are too few,
+`triton_split` splits the inputs, and `triton_few` those of an FP8 weight and up to 8 rows.
+Above 128 rows tiles are square, whatever they are.
 Several weights that multiply the same rows go in one launch, each program to its own.
 
 Floor: the weight's bytes over 4.3 TB/s, plus 1 us for a launch. At 4 rows a 64 x 128 tile costs
@@ -20,16 +21,16 @@ import triton
 import triton.language as tl
 
 from qwen4jax import quant
-from qwen4jax.pallas.skinny_matmul import MOST_WEIGHTS, triton_split, triton_stored
-from qwen4jax.pallas.skinny_matmul.triton_stored import ENOUGH_TILES
+from qwen4jax.pallas.skinny_matmul import MOST_WEIGHTS, triton_few, triton_split, triton_stored
+from qwen4jax.pallas.skinny_matmul.triton_stored import ENOUGH_TILES, square
 
 
 def skinny_matmul(x: jax.Array, w: Any, bias: None, *, out_dtype: Any) -> jax.Array:
     """See `qwen4jax.pallas.skinny_matmul.skinny_matmul`."""
     rows = x.size // x.shape[-1]
-    plain = not isinstance(w, quant.Quantized)
-    if plain and 32 < rows <= triton_split.MOST_ROWS and not _square(rows, (w.shape[0],)):
-        return triton_split.skinny_matmul(x, w, out_dtype=out_dtype)
+    for form in (triton_few, triton_split):
+        if form.takes(rows, w):
+            return form.skinny_matmul(x, w, out_dtype=out_dtype)
     return projections(x, (w,), (bias,), out_dtypes=(out_dtype,))[0]
 
 
@@ -53,14 +54,9 @@ def projections(
     )
 
 
-def _square(rows: int, outputs: Sequence[int]) -> bool:
-    """Whether there are rows enough for square tiles, and tiles enough for all multiprocessors."""
-    return rows > 32 and sum(-(-n // 128) for n in outputs) >= ENOUGH_TILES
-
-
 def tiling(rows: int, inputs: int, outputs: Sequence[int]) -> dict[str, Any]:
     """How a program's share is cut, and the warps and stages that measured best with it."""
-    if _square(rows, outputs):
+    if square(rows, outputs):
         return dict(
             BLOCK_ROWS=64 if rows <= 64 else 128,
             BLOCK_N=128,

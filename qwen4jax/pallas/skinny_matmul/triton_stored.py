@@ -8,7 +8,9 @@ Weights of several forms may go in one launch, each program to its own.
 
 Floor: the stored bytes over 4.3 TB/s, for lm_head 148 us in FP8 and 83 in NVFP4, where bfloat16 has
 296. Decoding costs about 3 instructions a value in FP8 and 6 in NVFP4; at these rates a
-multiprocessor has time for 7 and 12. An H200 takes 153 and 234 us.
+multiprocessor has time for 7 and 12. An H200 takes 153 and 234 us. Above 32 rows FP8 is slower than
+bfloat16 (13,952 outputs and 128 rows: 30.1 us, and 24.1): a program decodes, multiplies and scales
+one after the other.
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,8 @@ from qwen4jax.pallas.triton_call import triton_call
 _STEP = 128
 # programs that fill the 132 multiprocessors of an H200 (152 of a GB300) with wide tiles
 ENOUGH_TILES = 100
+# and those with several tiles each at once
+_MANY_TILES = 400
 
 
 def form_of(w: Any) -> str:
@@ -52,7 +56,7 @@ def projections(
         (*values, *scales, *whole),
         outputs,
         out_dtypes,
-        tiling(rows, outputs),
+        tiling(rows, outputs, forms[: len(weights)]),
         kernel=_projections,
         name=f"skinny_matmul_{form_of(weights[0])}_{rows}x{sum(outputs)}x{inputs}",
         **{f"FORM{i}": form for i, form in enumerate(forms)},
@@ -103,13 +107,29 @@ def parts(w: Any, idle: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return w, idle, idle
 
 
-def tiling(rows: int, outputs: Sequence[int]) -> dict[str, Any]:
-    """As for bfloat16: 64 weight rows a program, or 16 and one warp where those are too few."""
+def square(rows: int, outputs: Sequence[int]) -> bool:
+    """Whether there are rows enough for square tiles, and tiles enough for all multiprocessors."""
+    if rows <= 32:
+        return False
+    # above 128 rows programs of few outputs would read the weight once for every 32 of the rows
+    return rows > 128 or sum(-(-n // 128) for n in outputs) >= ENOUGH_TILES
+
+
+def tiling(rows: int, outputs: Sequence[int], forms: Sequence[str]) -> dict[str, Any]:
+    """As for bfloat16: square tiles, 64 weight rows a program, or 16 and one warp."""
+    if square(rows, outputs) and "nvfp4" not in forms:
+        block_rows = 64 if rows <= 64 else 128
+        return dict(BLOCK_ROWS=block_rows, BLOCK_N=128, BLOCK_K=_STEP, STAGES=3, num_warps=8)
     block_rows = max(8, triton.next_power_of_2(min(rows, 32)))
     common = dict(BLOCK_ROWS=block_rows, BLOCK_K=_STEP)
-    if sum(triton.cdiv(n, 64) for n in outputs) >= ENOUGH_TILES:
+    tiles = sum(triton.cdiv(n, 64) for n in outputs)
+    if tiles < ENOUGH_TILES:
+        return dict(BLOCK_N=16, STAGES=8, num_warps=1, **common)
+    if block_rows == 8 or "fp8" not in forms:
         return dict(BLOCK_N=64, STAGES=5, num_warps=4, **common)
-    return dict(BLOCK_N=16, STAGES=8, num_warps=1, **common)
+    # A group of four warps waits for all of its products at once, two warps do not: 17.3 us instead
+    # of 22.0 for 13,952 outputs and 32 rows. Of many tiles four at a time share a multiprocessor.
+    return dict(BLOCK_N=64, STAGES=3 if tiles > _MANY_TILES else 5, num_warps=2, **common)
 
 
 @triton.jit
@@ -137,12 +157,14 @@ def _nvfp4_step(codes, scales, tokens, acc, N: tl.constexpr, K: tl.constexpr, R:
 
 @triton.jit
 def product(
-    x, w, s, g, tile, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, s, g, tile, first, last, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    FORM: tl.constexpr, STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of one weight's outputs for a program's rows, float32 [BLOCK_N, BLOCK_ROWS].
 
-    What is past the last output is the last one again.
+    Of the steps of BLOCK_K inputs from `first` to before `last`. What is past the last output is
+    the last one again.
     """
     # stored elements of a row, and of a step of it
     PACKED: tl.constexpr = 2 if FORM == "nvfp4" else 1
@@ -152,10 +174,16 @@ def product(
     read = tl.minimum(outputs, N - 1)[:, None].to(tl.int64)
     weight = w + read * (K // PACKED) + stored[None, :]
     groups = s + read * (K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
-    blocks = s + tile * BLOCK_N // 128 * (K // 128)
     token = x + rows[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_ROWS), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    # of FP8: asked for a step before, for it comes from memory (two before, and the compiler would
+    # not pipeline the loop)
+    blocks = s + tile * BLOCK_N // 128 * (K // 128)
+    scale = 0.0
+    if FORM == "fp8":
+        scale = tl.load(blocks + first * BLOCK_K // 128).to(tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        k = step * BLOCK_K
         left = tl.load(weight + k // PACKED, eviction_policy="evict_first")
         right = tl.load(token + k, mask=(rows < ROWS)[:, None], other=0.0)
         if FORM == "nvfp4":
@@ -163,9 +191,11 @@ def product(
             scales = tl.load(groups + k // 16)
             acc = _nvfp4_step(left, scales, right, acc, BLOCK_N, BLOCK_K, BLOCK_ROWS)
         elif FORM == "fp8":
+            following = tl.load(blocks + tl.minimum(step + 1, last - 1) * BLOCK_K // 128)
             # by way of float32: the direct conversion takes one slow instruction a value
             part = tl.dot(left.to(tl.float32).to(tl.bfloat16), right.T)
-            acc += part * tl.load(blocks + k // 128).to(tl.float32)
+            acc = tl.fma(part, tl.zeros_like(part) + scale, acc)
+            scale = following.to(tl.float32)
         else:
             acc = tl.dot(left, right.T, acc)
     if FORM == "nvfp4":
@@ -179,7 +209,9 @@ def _one(
     STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of one weight's outputs."""
-    acc = product(x, w, s, g, tile, ROWS, K, N, FORM, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K)
+    acc = product(
+        x, w, s, g, tile, 0, K // BLOCK_K, ROWS, K, N, FORM, STAGES, BLOCK_ROWS, BLOCK_N, BLOCK_K
+    )
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     place = y + rows[None, :] * N + outputs[:, None]
