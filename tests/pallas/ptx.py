@@ -44,6 +44,9 @@ def elementwise(
             for i, source in enumerate(sources.split(", ")):
                 at = value(address) + np.uint32(4 * i)
                 _change(how, *np.broadcast_arrays(there != 0, at, value(source)))
+        elif access := re.match(r"@(\w+) atom\.shared\.add\.u32 (\w+), \[(.+)\], 1$", line):
+            there, target, address = access.groups()
+            registers[target] = _take_turns(registers[there] != 0, value(address))
         elif access := re.match(r"ld\.shared[.\w]* (.+), \[(.+)\]$", line):
             for i, target in enumerate(access[1].split(", ")):
                 registers[target] = _shared[0][value(access[2]) // 4 + i]
@@ -77,6 +80,18 @@ def _change(how: str, there: np.ndarray, address: np.ndarray, value: np.ndarray)
         _shared[0][place] = value[there]
     else:
         np.add.at(_shared[0], place, value[there])
+
+
+def _take_turns(there: np.ndarray, address: np.ndarray) -> np.ndarray:
+    """Adds 1 to one word for each access that is there; what each found before."""
+    there, address = np.broadcast_arrays(there, address)
+    place = np.unique(address[there] // 4)
+    assert len(place) <= 1, "one word"
+    before = np.cumsum(there, dtype=np.uint32) - there.astype(np.uint32)
+    if len(place):
+        before += _shared[0][place[0]]
+        _shared[0][place[0]] += np.count_nonzero(there)
+    return before
 
 
 def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -127,6 +142,12 @@ def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(halves).view(np.uint32)[:, 0]
 
 
+def _e4m3_pair(word: np.ndarray) -> np.ndarray:
+    """The two low bytes, e4m3, as the float16 halves of a word."""
+    numbers = np.ascontiguousarray(word.astype(np.uint16)).view(ml_dtypes.float8_e4m3fn)
+    return numbers.astype(np.float16).view(np.uint32)
+
+
 def _halves(words: np.ndarray) -> np.ndarray:
     """Values of pairs of bfloat16, float64."""
     return bfloat16_values(np.ascontiguousarray(words)[:, None].view(np.uint16))
@@ -158,6 +179,7 @@ _shared: list[np.ndarray] = []
 # what only asks the cache for bytes, in all threads or in one
 _NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add.u32": np.add,
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
@@ -171,6 +193,8 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "fma.rn.bf16x2": _product_sum,
     "fma.rn.f32": _fma,
     "cvt.rn.bf16x2.f32": _pair,
+    "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
+    "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "ex2.approx.ftz.f32": _float(np.exp2),
     "rcp.approx.ftz.f32": _float(np.reciprocal),
 }
