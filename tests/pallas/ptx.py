@@ -44,9 +44,6 @@ def elementwise(
             for i, source in enumerate(sources.split(", ")):
                 at = value(address) + np.uint32(4 * i)
                 _change(how, *np.broadcast_arrays(there != 0, at, value(source)))
-        elif access := re.match(r"@(\w+) atom\.shared\.add\.u32 (\w+), \[(.+)\], 1$", line):
-            there, target, address = access.groups()
-            registers[target] = _take_turns(registers[there] != 0, value(address))
         elif access := re.match(r"ld\.shared[.\w]* (.+), \[(.+)\]$", line):
             for i, target in enumerate(access[1].split(", ")):
                 registers[target] = _shared[0][value(access[2]) // 4 + i]
@@ -80,18 +77,6 @@ def _change(how: str, there: np.ndarray, address: np.ndarray, value: np.ndarray)
         _shared[0][place] = value[there]
     else:
         np.add.at(_shared[0], place, value[there])
-
-
-def _take_turns(there: np.ndarray, address: np.ndarray) -> np.ndarray:
-    """Adds 1 to one word for each access that is there; what each found before."""
-    there, address = np.broadcast_arrays(there, address)
-    place = np.unique(address[there] // 4)
-    assert len(place) <= 1, "one word"
-    before = np.cumsum(there, dtype=np.uint32) - there.astype(np.uint32)
-    if len(place):
-        before += _shared[0][place[0]]
-        _shared[0][place[0]] += np.count_nonzero(there)
-    return before
 
 
 def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -179,7 +164,6 @@ _shared: list[np.ndarray] = []
 # what only asks the cache for bytes, in all threads or in one
 _NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "add.u32": np.add,
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
