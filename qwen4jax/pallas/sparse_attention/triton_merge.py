@@ -1,9 +1,9 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """The splits of each query's selection put together, in their order, and its gate.
 
-A thread has one channel and goes through the parts, or a quarter of many, by itself. All that it
-reads is asked for before anything is waited for, and two exchanges between threads are left, or
-none.
+A thread has one channel and goes through the parts by itself, so that threads exchange nothing; of
+the parts of a single query, which are many for few programs, through a quarter. All that it reads
+is asked for before anything is waited for.
 """
 
 import jax
@@ -12,8 +12,9 @@ import triton.language as tl
 
 from qwen4jax.pallas.triton_call import triton_call
 
-# channels of a program, one a thread; parts above which threads share them, and how many do
-_CHANNELS, _MANY, _GROUPS = 64, 16, 4
+# parts up to which a program has so many channels, and so many threads share a channel's parts
+_SHAPES = ((16, 128, 1), (33, 64, 1))
+_MORE = (64, 4)
 
 
 def merge(parts, weights, gate, *, name):
@@ -27,7 +28,7 @@ def merge(parts, weights, gate, *, name):
     """
     rows, places, heads, channels = gate.shape
     total = parts.shape[2]
-    groups = _GROUPS if total > _MANY else 1
+    columns, groups = next((shape for most, *shape in _SHAPES if total <= most), _MORE)
     return triton_call(
         parts,
         weights,
@@ -35,12 +36,12 @@ def merge(parts, weights, gate, *, name):
         kernel=_merge,
         name=f"sparse_attention_merge_{name}",
         out=jax.ShapeDtypeStruct((rows, places, heads * channels), gate.dtype),
-        grid=(rows * places * heads, -(-channels // _CHANNELS)),
-        num_warps=groups * _CHANNELS // 32,
+        grid=(rows * places * heads, -(-channels // columns)),
+        num_warps=groups * columns // 32,
         num_stages=1,
         PARTS=total,
         CHANNELS=channels,
-        SLICE=_CHANNELS,
+        SLICE=columns,
         GROUPS=groups,
     )
 
