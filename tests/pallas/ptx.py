@@ -172,6 +172,12 @@ def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(halves).view(np.uint32)[:, 0]
 
 
+def _e4m3_pair(word: np.ndarray) -> np.ndarray:
+    """The two low bytes, e4m3, as the float16 halves of a word."""
+    numbers = np.ascontiguousarray(word.astype(np.uint16)).view(ml_dtypes.float8_e4m3fn)
+    return numbers.astype(np.float16).view(np.uint32)
+
+
 def _halves(words: np.ndarray) -> np.ndarray:
     """Values of pairs of bfloat16, float64."""
     return bfloat16_values(np.ascontiguousarray(words)[:, None].view(np.uint16))
@@ -218,6 +224,8 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "fma.rn.f32": _fma,
     "cvt.rn.bf16x2.f32": _pair,
     "shfl.sync.idx.b32": _shuffle,
+    "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
+    "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "ex2.approx.ftz.f32": _float(np.exp2),
     "rcp.approx.ftz.f32": _float(np.reciprocal),
 }

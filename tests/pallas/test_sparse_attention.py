@@ -157,7 +157,7 @@ def test_many_queries_look_where_their_selection_ends(monkeypatch, name):
     """What a long chunk takes, in a case of few queries: tiles of nothing are not gone through."""
     kernels = importlib.import_module("qwen4jax.pallas.sparse_attention.triton_kernels")
     inputs = next(c for c in CASES if c.name == name).inputs()
-    for constant, value in dict(SPLITS=(), _TILE=16, _MANY=0).items():
+    for constant, value in dict(PARTS=(), E4M3_PARTS=(), _TILE=16, _MANY=0).items():
         monkeypatch.setattr(kernels, constant, value)
     ends, call_kernel = [], kernels.triton_call
 
@@ -169,4 +169,31 @@ def test_many_queries_look_where_their_selection_ends(monkeypatch, name):
     inputs["slots"] = jnp.pad(inputs["slots"], ((0, 0), (0, 0), (0, 40)), constant_values=-1)
     got = call(sparse_attention, inputs, "triton")
     assert ends == [True]
+    assert_matches(got, attention64(**inputs), share=3e-6)
+
+
+def test_a_long_selection_is_in_parts_however_many_queries_there_are(monkeypatch):
+    """A part's list lies in shared memory."""
+    kernels = importlib.import_module("qwen4jax.pallas.sparse_attention.triton_kernels")
+    monkeypatch.setattr(kernels, "E4M3_PARTS", ())
+    monkeypatch.setattr(kernels, "_LONGEST", 40)
+    grids, call_kernel = [], kernels.triton_call
+
+    def seen(*arrays: Any, **more: Any) -> Any:
+        grids.append(more["grid"])
+        return call_kernel(*arrays, **more)
+
+    monkeypatch.setattr(kernels, "triton_call", seen)
+    inputs = next(c for c in CASES if c.name == "splits_e4m3").inputs()
+    got = call(sparse_attention, inputs, "triton")
+    assert grids == [(2, 2)]
+    assert_matches(got, attention64(**inputs), share=3e-6)
+
+
+@pytest.mark.parametrize("size", [2.0**-130, 2.0**-60, 2.0**20])
+def test_queries_of_any_size_read_e4m3(size):
+    """They become float16, whose range is a fraction of theirs; subnormal ones count as 0."""
+    inputs = next(c for c in CASES if c.name == "e4m3_cache").inputs()
+    inputs["query"] = (inputs["query"].astype(jnp.float32) * size).astype(jnp.bfloat16)
+    got = call(sparse_attention, inputs, "triton")
     assert_matches(got, attention64(**inputs), share=3e-6)

@@ -31,15 +31,12 @@ from qwen4jax.pallas.index_topk.triton_shared import (
     BINS,
     COUNTS,
     LISTED,
-    allocate,
+    WORDS,
     clear,
     count,
-    get,
-    get_4,
-    put,
-    put_if,
 )
 from qwen4jax.pallas.triton_call import triton_call
+from qwen4jax.pallas.triton_shared import allocate, get, get_4, put, put_if
 
 # of programs with groups of 4 or 8, and of those with groups of 16: up to 16 keys a thread
 _WARPS, _LONG_WARPS = 8, 16
@@ -114,7 +111,7 @@ def _index_topk(
             one = _best_of(scores, group, WIDTH, SIZE)
         groups, best = groups + (group,), best + (one,)  # noqa: RUF005
     index = tl.load(index_ptr + row)
-    memory = allocate()
+    memory = allocate(WORDS)
     clear(memory, THREADS)
     clear(memory + 4 * COUNTS, THREADS)
     complete = (index + 1) // RATIO
