@@ -138,6 +138,8 @@ CASES = (
     _experts("shared_none", 0, 4, 2, 16, 8, shared=True),
     _experts("shared_nvfp4", 3, 8, 3, 256, 128, BF16, form="nvfp4", shared=True),
     _experts("shared_nvfp4_ranked", 10, 3, 2, 128, 128, BF16, form="nvfp4", shared=True),
+    # more tokens than a program of the shared expert has
+    _experts("shared_nvfp4_groups", 19, 3, 2, 128, 128, BF16, form="nvfp4", shared=True),
     _experts("shared_fp8", 2, 4, 2, 128, 64, BF16, form="fp8", shared=True),
     _experts("shared_bfloat16", 8, 4, 2, 64, 32, BF16, shared=True),
     _route("released_4", 4, 512, 10, BF16, device_only=True),

@@ -38,6 +38,7 @@ from qwen4jax.pallas.moe.triton_stored import (
     SHARED_CHUNK,
     activated,
     lane_columns,
+    lines,
     load_chunk,
     load_tokens,
     next_matrix,
@@ -84,7 +85,7 @@ def _gate_up(
     AHEAD: tl.constexpr,
     ASKED: tl.constexpr,
 ):
-    """Sums [16, 8] of 16 rows of gate and of up with 8 tokens; `early` are the first EARLY steps.
+    """Sums [16, N] of 16 rows of gate and of up with N tokens; `early` are the first EARLY steps.
 
     Columns of pairs that are none are some token's, and are stored nowhere: no column reaches
     another, and no load waits to be known as needed.
@@ -95,10 +96,10 @@ def _gate_up(
     loaded = early
     for i in tl.static_range(EARLY, AHEAD):
         loaded = loaded + _load_pair(gate, gate_scale, up, up_scale, i, D, C, L, FORM, W)
-    column = tl.arange(0, W)[:, None] * C
-    xs = x + tl.reshape(tokens[None, :] * D + column, (8 * W, 1)) + lane_columns(C)[None, :]
-    g = tl.zeros((W, 16, 8), tl.float32)
-    u = tl.zeros((W, 16, 8), tl.float32)
+    N: tl.constexpr = tokens.shape[0]
+    xs = x + lines(tokens, D, C, W) + lane_columns(C)[None, :]
+    g = tl.zeros((W, 16, N), tl.float32)
+    u = tl.zeros((W, 16, N), tl.float32)
     STEPS: tl.constexpr = D // (C * W)
     for i in tl.static_range(STEPS):
         if i + AHEAD < STEPS:
@@ -148,9 +149,10 @@ def _shared_gate_up(
     D: tl.constexpr,
     F: tl.constexpr,
     W: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """16 columns of the shared expert's hidden values of 8 tokens."""
-    token = first + tl.arange(0, 8)
+    """16 columns of the shared expert's hidden values of N tokens."""
+    token = first + tl.arange(0, N)
     C: tl.constexpr = SHARED_CHUNK
     w1 = weight_pointers(gate, row * 16, D, C, C, True, W)
     w2 = weight_pointers(up, row * 16, D, C, C, True, W)
@@ -242,6 +244,7 @@ def gate_up_kernel(
     AHEAD: tl.constexpr,
     ASKED: tl.constexpr,
     SHARED: tl.constexpr,
+    N: tl.constexpr,
     LISTED: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
@@ -269,7 +272,8 @@ def gate_up_kernel(
         W: warps.
         AHEAD: steps asked for ahead.
         ASKED: steps that the cache is asked for further ahead; of bfloat16 alone.
-        SHARED: groups of 8 tokens for the shared expert, or 0.
+        SHARED: groups of N tokens for the shared expert, or 0.
+        N: tokens of a program of the shared expert, in multiples of 8.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         COUNTERS: a power of two.
     """
@@ -277,8 +281,8 @@ def gate_up_kernel(
     if (row == 0) & (tl.program_id(1) == 0):
         tl.store(counter + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     if place < 0:
-        first = (place + SHARED) * 8
-        _shared_gate_up(x, shared_gate, shared_up, hidden, row, first, T, K, D, F, W)
+        first = (place + SHARED) * N
+        _shared_gate_up(x, shared_gate, shared_up, hidden, row, first, T, K, D, F, W, N)
     else:
         stored = (weight, scale, scale_2)
         _routed_gate_up(

@@ -21,6 +21,8 @@ AHEAD_LISTED = 2, 3
 # and of rows of bfloat16, for further steps of which the cache is asked
 AHEAD_PLAIN = 4, 4
 ASKED_PLAIN = 8
+# at most of a program of the shared expert, which reads its weights anew for each so many
+SHARED_TOKENS = 16
 
 
 def route(logits, k, *, renormalize):
@@ -100,7 +102,8 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     gate_up_ahead, down_ahead = AHEAD_LISTED if listed else AHEAD_FEW
     if form == "bf16":
         gate_up_ahead, down_ahead = AHEAD_PLAIN
-    groups = -(-tokens // 8) if shared is not None else 0
+    together = min(SHARED_TOKENS, max(8, limits.power_of_2(tokens)))
+    groups = -(-tokens // together) if shared is not None else 0
     # what is never read has to be something, too
     gate, up, own_down, logit = shared if shared is not None else (x, x, x, weights)
     which = _listed(ids, gate_up.shape[0]) if listed else (ids, ids)
@@ -109,6 +112,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     common: dict[str, Any] = size | dict(
         num_stages=1,
         KP=limits.power_of_2(choices),
+        N=together,
         F=width,
         C=columns,
         L=elements,
