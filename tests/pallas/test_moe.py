@@ -179,6 +179,7 @@ def test_nvfp4_products_are_exact_in_the_kernel():
                 D=rows,
                 F=columns,
                 SHARED=0,
+                N=8,
                 LISTED=0,
                 PLACES=tokens,
             ),
