@@ -4,6 +4,7 @@
 `pack` elements of an operand that is narrower, or more registers for one that is wider.
 """
 
+import ctypes
 import re
 from collections.abc import Callable, Sequence
 
@@ -26,27 +27,51 @@ def elementwise(
     widths = [max(1, pack * dtype.itemsize // 4) for dtype in results]
     registers: dict[str, np.ndarray] = {}
     for operand in operands:
-        words = _words(operand.reshape(-1, pack))
+        # an address is one register
+        wide = operand.dtype.itemsize == 8
+        rows = operand.reshape(-1, pack)
+        words = rows.view(np.uint64) if wide else _words(rows)
         for column in range(words.shape[1]):
             registers[f"${sum(widths) + len(registers)}"] = words[:, column]
     count = operands[0].size // pack
 
     def value(source: str) -> np.ndarray:
+        if source.startswith("0f"):
+            return np.array(int(source[2:], 16), np.uint32)
         return registers[source] if source in registers else np.array(int(source, 0), np.uint32)
+
+    def address(text: str) -> np.ndarray:
+        base, _, offset = text.partition("+")
+        return value(base) + value(base).dtype.type(offset or 0)
 
     for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
         line = line.strip()
-        if allocated := re.match(r"\.shared .* (\w+)\[(\d+)\]$", line):
-            registers[allocated[1]] = _allocate(int(allocated[2]))
+        if allocated := re.match(r"\.shared .* \.b(\d+) (\w+)\[(\d+)\]$", line):
+            width, name, number = allocated.groups()
+            registers[name] = _allocate(int(width) * int(number) // 32)
         elif access := re.match(r"(?:@(\w+) )?(st|red)\.shared[.\w]* \[(.+)\], (.+)$", line):
-            there, how, address, sources = access.groups()
+            there, how, to, sources = access.groups()
             there = registers[there] if there else np.uint32(1)
             for i, source in enumerate(sources.split(", ")):
-                at = value(address) + np.uint32(4 * i)
+                at = address(to) + np.uint32(4 * i)
                 _change(how, *np.broadcast_arrays(there != 0, at, value(source)))
-        elif access := re.match(r"ld\.shared[.\w]* (.+), \[(.+)\]$", line):
-            for i, target in enumerate(access[1].split(", ")):
-                registers[target] = _shared[0][value(access[2]) // 4 + i]
+        elif access := re.match(r"ld\.(shared|global)[.\w]*\.([bu]\d+) (.+), \[(.+)\]$", line):
+            where, kind, targets, from_ = access.groups()
+            size = int(kind[1:]) // 8
+            for i, target in enumerate(targets.split(", ")):
+                registers[target] = _load(where, address(from_) + np.uint64(size * i), size)
+        elif access := re.match(r"cp\.async\.c[ag]\S* \[(.+)\], \[(.+)\], (\d+)$", line):
+            size = int(access[3])
+            copies = np.broadcast_arrays(address(access[1]), address(access[2]))
+            for to, from_ in zip(*(c.ravel().tolist() for c in copies), strict=True):
+                _shared[0].view(np.uint8)[to : to + size] = _bytes(from_, size)
+        elif line.startswith("mov.b32") and line.count(",") == 2:
+            low, high, source = re.split(r"[ ,]+", line)[1:]
+            registers[low], registers[high] = value(source) & 0xFFFF, value(source) >> 16
+        elif line.startswith("mma."):
+            names = re.split(r"[ ,]+", line)[1:]
+            sums = _tensor_core([value(name) for name in names[4:]])
+            registers.update(zip(names[:4], sums, strict=True))
         elif line and not re.search(_NO_RESULT, line):
             name, target, *sources = (part.strip() for part in re.split(r"[ ,]+", line))
             registers[target] = _INSTRUCTIONS[name](*(value(s) for s in sources))
@@ -62,6 +87,39 @@ def elementwise(
 def _words(values: np.ndarray) -> np.ndarray:
     """Rows of elements as 32-bit words."""
     return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _bytes(address: int, size: int) -> np.ndarray:
+    """Of an operand of the kernel."""
+    return np.frombuffer(ctypes.string_at(address, size), np.uint8)
+
+
+def _load(where: str, address: np.ndarray, size: int) -> np.ndarray:
+    """Words, or halves of them."""
+    kind = np.dtype(f"uint{8 * size}")
+    if where == "shared":
+        return _shared[0].view(kind)[address // size].astype(np.uint32)
+    return np.array([_bytes(a, size).view(kind)[0] for a in address.tolist()], np.uint32)
+
+
+def _tensor_core(registers: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`a b + c` of m16n8k16 in bfloat16, of every 32 threads: a in 4 registers, b in 2, c in 4."""
+
+    def rows(words: np.ndarray) -> np.ndarray:
+        """[warp, 8 groups, 8 values of its 4 threads]."""
+        return _halves(words).reshape(-1, 8, 8)
+
+    a0, a1, a2, a3, b0, b1 = (rows(r) for r in registers[:6])
+    a = np.concatenate([np.concatenate([a0, a2], -1), np.concatenate([a1, a3], -1)], 1)
+    b = np.concatenate([b0, b1], -1)
+    product = np.einsum("wmk,wnk->wmn", a, b).reshape(-1, 2, 8, 4, 2)
+    with np.errstate(all="ignore"):
+        return [
+            (product[:, i // 2, :, :, i % 2].reshape(-1) + c.view(np.float32))
+            .astype(np.float32)
+            .view(np.uint32)
+            for i, c in enumerate(registers[6:])
+        ]
 
 
 def _allocate(words: int) -> np.ndarray:
@@ -120,6 +178,12 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return (x * y + z).astype(np.float32).view(np.uint32)
 
 
+def _from_e4m3(bytes_: np.ndarray) -> np.ndarray:
+    """Two numbers of 8 bits as the float16 halves of a word."""
+    values = bytes_.astype(np.uint16)[:, None].view(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return np.ascontiguousarray(values.astype(np.float16)).view(np.uint32)[:, 0]
+
+
 def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """Two float32 rounded to the bfloat16 halves of a word."""
     with np.errstate(all="ignore"):
@@ -156,13 +220,17 @@ def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray
 # of the program under way: programs run one after the other
 _shared: list[np.ndarray] = []
 # what only asks the cache for bytes, in all threads or in one
-_NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide"
+_NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide|bar\.warp|cp\.async\.(commit|wait)"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "mov.b32": np.copy,
+    "mov.f32": np.copy,
+    "mul.f32": lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32),
+    "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view("u4"),
+    "cvt.rn.f16x2.e4m3x2": _from_e4m3,
     "setp.ne.s32": np.not_equal,
     "shf.r.wrap.b32": lambda low, high, n: low >> (n & 31) | high << (32 - (n & 31)),
     "prmt.b32": _prmt,

@@ -21,7 +21,15 @@ and one launch of programs that stay, whose warps copy weights to shared memory 
 (67.9 against 42.0). One launch of both products, where the programs of down wait for their expert,
 took 42.7 us in a round against 43.2, no more than the counters that it needs are worth.
 
+Of listed tiles of NVFP4 the weights come by way of shared memory (`triton_ring.py`). Slower were
+two or more tiles of rows a program, one after the other (427 us instead of 417 for 128 tokens,
+before the rings), gate and up in warps of their own (437 instead of 415), and scales multiplied
+with sums instead of weights, in columns of a tile that have a quarter of a pair's columns each
+(208 us instead of 200 for 32 tokens).
+
 The shared expert has programs in the same launches, the first ones, because theirs are the longest.
+They have up to 16 tokens, where the others have 8 pairs: with 8 a launch of 128 tokens reads the
+shared weights 16 times from the cache and takes 440 us instead of 415; 32 tokens are no faster.
 Its hidden values stand behind those of the pairs, as if it were one more choice of every token.
 """
 
@@ -30,6 +38,7 @@ import triton.language as tl
 
 from qwen4jax.pallas.moe.triton_ask import ask
 from qwen4jax.pallas.moe.triton_groups import members
+from qwen4jax.pallas.moe.triton_ring import ring_gate_up
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
     NVFP4,
@@ -183,6 +192,7 @@ def _routed_gate_up(
     AHEAD: tl.constexpr,
     ASKED: tl.constexpr,
     LISTED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """16 columns of the hidden values of a tile of pairs, if there is one."""
     weight, scale, scale_2 = stored
@@ -211,9 +221,13 @@ def _routed_gate_up(
             # before the products, which need not wait for them
             gate_total = tl.load(scale_2 + expert * 2) * PRODUCT_UP
             up_total = tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
-        g, u = _gate_up(
-            x, token, w, s, up, up_scale, early, at, D, C, L, FORM, W, EARLY, AHEAD, ASKED
-        )
+        if LISTED and FORM == NVFP4:
+            listed = tiles + place * 8
+            g, u = ring_gate_up(x, weight, scale, listed, expert, row, K, D, F, W, STAGES)
+        else:
+            g, u = _gate_up(
+                x, token, w, s, up, up_scale, early, at, D, C, L, FORM, W, EARLY, AHEAD, ASKED
+            )
         if FORM == NVFP4:
             g *= gate_total
             u *= up_total
@@ -247,6 +261,7 @@ def gate_up_kernel(
     N: tl.constexpr,
     LISTED: tl.constexpr,
     COUNTERS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """hidden[p] = silu(gate x) * (up x), 16 rows of each a program: grid (F/16, SHARED + tiles).
 
@@ -276,6 +291,7 @@ def gate_up_kernel(
         N: tokens of a program of the shared expert, in multiples of 8.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         COUNTERS: a power of two.
+        STAGES: of `triton_ring`.
     """
     row, place = tl.program_id(0), tl.program_id(1) - SHARED
     if (row == 0) & (tl.program_id(1) == 0):
@@ -305,4 +321,5 @@ def gate_up_kernel(
             AHEAD,
             ASKED,
             LISTED,
+            STAGES,
         )

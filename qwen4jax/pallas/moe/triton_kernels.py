@@ -9,6 +9,7 @@ from qwen4jax.pallas.moe import limits
 from qwen4jax.pallas.moe.triton_down import down_kernel
 from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
+from qwen4jax.pallas.moe.triton_ring import REGISTERS, STAGES
 from qwen4jax.pallas.moe.triton_route import route_kernel
 from qwen4jax.pallas.moe.triton_router import router_kernel
 from qwen4jax.pallas.moe.triton_sum import COMBINED, combine_kernel
@@ -136,11 +137,13 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
             jax.ShapeDtypeStruct((counters,), jnp.int32),
         ),
         grid=(width // 16, places),
+        max_registers=REGISTERS if listed and form == "nvfp4" else 0,
         ASKED=ASKED_PLAIN if form == "bf16" else 0,
         num_warps=warps,
         W=warps,
         AHEAD=min(gate_up_ahead, hidden // (columns * warps)),
         COUNTERS=counters,
+        STAGES=STAGES,
         **common,
     )
     warps = limits.DOWN_WARPS
