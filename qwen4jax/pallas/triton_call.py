@@ -55,6 +55,7 @@ def triton_call(
     grid: Any,
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int = 0,
     capability: int = 90,
     aliases: Mapping[int, int] | None = None,
     route: Route | None = None,
@@ -73,6 +74,8 @@ def triton_call(
         grid: programs along one to three axes.
         num_warps: of a program.
         num_stages: of software pipelines, unless a loop says otherwise.
+        max_registers: of a thread, 0 for as many as ptxas likes (native route only). It is a goal
+            too: loads are asked for as early as so many allow.
         capability: the GPU's compute capability times 10; decides how e4m3 is converted.
         aliases: operand number -> result number that shares its memory. The operand is given up.
         route: `native` or `jax_triton`; None is `default_route()`.
@@ -100,6 +103,7 @@ def triton_call(
             grid=(*grid, *(1,) * (3 - len(grid))),
             num_warps=num_warps,
             num_stages=num_stages,
+            max_registers=max_registers,
             capability=capability,
             aliases=tuple(aliases.items()),
             constants=tuple(sorted(constants.items())),
@@ -140,6 +144,8 @@ def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: An
     )
     # the function's name is the kernel's, in profiles too
     text = text.replace(f"@{entry}(", f"@{name}(")
+    if most := how["max_registers"]:
+        text = text.replace("module {", f"module attributes {{ttg.maxnreg = {most} : i32}} {{", 1)
     for i in sorted(aliased):
         text = _with_idle_pointer(text, len(ctx.avals_in) + i, str(out[i][1]))
     config = {

@@ -4,6 +4,7 @@
 `pack` elements of an operand that is narrower, or more registers for one that is wider.
 """
 
+import ctypes
 import re
 from collections.abc import Callable, Sequence
 
@@ -26,31 +27,51 @@ def elementwise(
     widths = [max(1, pack * dtype.itemsize // 4) for dtype in results]
     registers: dict[str, np.ndarray] = {}
     for operand in operands:
-        words = _words(operand.reshape(-1, pack))
+        # an address is one register
+        wide = operand.dtype.itemsize == 8
+        rows = operand.reshape(-1, pack)
+        words = rows.view(np.uint64) if wide else _words(rows)
         for column in range(words.shape[1]):
             registers[f"${sum(widths) + len(registers)}"] = words[:, column]
     count = operands[0].size // pack
 
     def value(source: str) -> np.ndarray:
+        if source.startswith("0f"):
+            return np.array(int(source[2:], 16), np.uint32)
         return registers[source] if source in registers else np.array(int(source, 0), np.uint32)
+
+    def address(text: str) -> np.ndarray:
+        base, _, offset = text.partition("+")
+        return value(base) + value(base).dtype.type(offset or 0)
 
     for line in re.sub(r"\.reg [^;]*;|[{}]", "", text).split(";"):
         line = line.strip()
-        if allocated := re.match(r"\.shared .* (\w+)\[(\d+)\]$", line):
-            registers[allocated[1]] = _allocate(int(allocated[2]))
+        if allocated := re.match(r"\.shared .* \.b(\d+) (\w+)\[(\d+)\]$", line):
+            width, name, number = allocated.groups()
+            registers[name] = _allocate(int(width) * int(number) // 32)
         elif access := re.match(r"(?:@(\w+) )?(st|red)\.shared([.\w]*) \[(.+)\], (.+)$", line):
-            there, how, kind, address, sources = access.groups()
+            there, how, kind, to, sources = access.groups()
             there = registers[there] if there else np.uint32(1)
+            word = np.uint16 if kind.endswith("16") else np.uint32
             for i, source in enumerate(sources.split(", ")):
-                at = value(address) + np.uint32(4 * i)
-                word = np.uint16 if kind == ".b16" else np.uint32
+                at = address(to) + np.uint32(4 * i)
                 _change(how, word, *np.broadcast_arrays(there != 0, at, value(source)))
-        elif access := re.match(r"ld\.shared[.\w]* (.+), \[(.+)\]$", line):
-            for i, target in enumerate(access[1].split(", ")):
-                registers[target] = _shared[0][value(access[2]) // 4 + i]
+        elif access := re.match(r"ld\.(shared|global)[.\w]*\.([bu]\d+) (.+), \[(.+)\]$", line):
+            where, kind, targets, from_ = access.groups()
+            size = int(kind[1:]) // 8
+            for i, target in enumerate(targets.split(", ")):
+                registers[target] = _load(where, address(from_) + np.uint64(size * i), size)
+        elif access := re.match(r"cp\.async\.c[ag]\S* \[(.+)\], \[(.+)\], (\d+)$", line):
+            size = int(access[3])
+            copies = np.broadcast_arrays(address(access[1]), address(access[2]))
+            for to, from_ in zip(*(c.ravel().tolist() for c in copies), strict=True):
+                _shared[0].view(np.uint8)[to : to + size] = _bytes(from_, size)
+        elif line.startswith("mov.b32") and line.count(",") == 2:
+            low, high, source = re.split(r"[ ,]+", line)[1:]
+            registers[low], registers[high] = value(source) & 0xFFFF, value(source) >> 16
         elif product := re.match(r"mma\.sync\.aligned\.(\S+) (.+)$", line):
-            names = product[2].split(", ")
-            given = np.stack([value(name) for name in names[4:]])
+            names = re.split(r"[ ,]+", product[2].strip())
+            given = np.stack(np.broadcast_arrays(*(value(name) for name in names[4:])))
             registers |= zip(names, _WARPS[product[1]](given), strict=False)
         elif line and not re.search(_NO_RESULT, line):
             name, target, *sources = (part.strip() for part in re.split(r"[ ,]+", line))
@@ -67,6 +88,19 @@ def elementwise(
 def _words(values: np.ndarray) -> np.ndarray:
     """Rows of elements as 32-bit words."""
     return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _bytes(address: int, size: int) -> np.ndarray:
+    """Of an operand of the kernel."""
+    return np.frombuffer(ctypes.string_at(address, size), np.uint8)
+
+
+def _load(where: str, address: np.ndarray, size: int) -> np.ndarray:
+    """Words, or halves of them."""
+    kind = np.dtype(f"uint{8 * size}")
+    if where == "shared":
+        return _shared[0].view(kind)[address // size].astype(np.uint32)
+    return np.array([_bytes(a, size).view(kind)[0] for a in address.tolist()], np.uint32)
 
 
 def _allocate(words: int) -> np.ndarray:
@@ -207,14 +241,16 @@ def _float(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray
 # of the program under way: programs run one after the other
 _shared: list[np.ndarray] = []
 # what only asks the cache for bytes, in all threads or in one
-_NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide"
+_NO_RESULT = r"prefetch|%tid|setp\.(eq|lt)|mad\.wide|bar\.warp|cp\.async\.(commit|wait)"
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "mov.b32": np.copy,
-    "cvt.u16.u32": np.copy,
+    "mov.f32": np.copy,
+    "mul.f32": lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32),
+    "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view("u4"),
     "setp.ne.s32": np.not_equal,
     "shf.r.wrap.b32": lambda low, high, n: low >> (n & 31) | high << (32 - (n & 31)),
     "prmt.b32": _prmt,

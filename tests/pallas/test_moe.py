@@ -188,6 +188,7 @@ def test_nvfp4_products_are_exact_in_the_kernel():
                 D=rows,
                 F=columns,
                 SHARED=0,
+                N=8,
                 LISTED=0,
                 PLACES=tokens,
             ),

@@ -293,7 +293,9 @@ def _inline_asm(
     self: Any, text: Any, constraints: Any, values: Any, types_: Any, _: Any, pack: Any
 ):
     """The results of a block of PTX; of floats that NumPy lacks, the bits."""
-    own = {tl.float16: np.float16, tl.float32: np.float32, tl.int32: np.int32}
+    own = {tl.float16: np.float16, tl.float32: np.float32}
+    signed = {getattr(tl, n): np.dtype(n) for n in ("int8", "int16", "int32", "int64")}
+    own |= signed
     bits = [np.dtype(own.get(t.scalar, f"uint{t.scalar.primitive_bitwidth}")) for t in types_]
     out = ptx.elementwise(text, [v.data for v in values], bits, pack)
     handles = [interpreter.TensorHandle(x, t.scalar) for x, t in zip(out, types_, strict=True)]

@@ -129,6 +129,9 @@ CASES = (
     _experts("nvfp4_three_steps", 1, 3, 2, 384, 128, BF16, form="nvfp4"),
     _experts("nvfp4_skewed", 11, 3, 1, 128, 128, BF16, form="nvfp4", pick=[[2]] * 11),
     _experts("nvfp4_ranked", 10, 3, 2, 128, 128, BF16, form="nvfp4"),
+    # two warps, and four with more steps than are under way
+    _experts("nvfp4_listed_two_warps", 9, 3, 2, 256, 128, BF16, form="nvfp4"),
+    _experts("nvfp4_listed_ring", 9, 3, 1, 2048, 128, BF16, form="nvfp4"),
     _experts("fp8_two_warps", 2, 4, 2, 128, 192, BF16, form="fp8"),
     _experts("fp8_split_blocks", 1, 3, 2, 256, 64, BF16, form="fp8"),
     _experts("bfloat16_two_warps", 2, 4, 2, 64, 32, BF16),
@@ -145,6 +148,8 @@ CASES = (
     _experts("shared_none", 0, 4, 2, 16, 8, shared=True),
     _experts("shared_nvfp4", 3, 8, 3, 256, 128, BF16, form="nvfp4", shared=True),
     _experts("shared_nvfp4_ranked", 10, 3, 2, 128, 128, BF16, form="nvfp4", shared=True),
+    # more tokens than a program of the shared expert has
+    _experts("shared_nvfp4_groups", 19, 3, 2, 128, 128, BF16, form="nvfp4", shared=True),
     _experts("shared_fp8", 2, 4, 2, 128, 64, BF16, form="fp8", shared=True),
     _experts("shared_bfloat16", 8, 4, 2, 64, 32, BF16, shared=True),
     _route("released_4", 4, 512, 10, BF16, device_only=True),

@@ -18,6 +18,7 @@ from qwen4jax.pallas.moe.triton_stored import (
     SHARED_AHEAD,
     SHARED_CHUNK,
     lane_columns,
+    lines,
     load_chunk,
     load_tokens,
     product,
@@ -42,13 +43,12 @@ def _down(
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Products [W, 16, 8] of 16 rows a warp with the hidden values of 8 pairs."""
+    """Products [W, 16, N] of 16 rows a warp with the hidden values of N pairs."""
     loaded = early
     for i in tl.static_range(EARLY, AHEAD):
         loaded = loaded + load_chunk(w, s, i, F, C, L, FORM, False, W)
-    all_pairs = tl.reshape(tl.broadcast_to(pairs[None, :], (W, 8)), (8 * W, 1))
-    hs = hidden + tl.maximum(all_pairs, 0) * F + lane_columns(C)[None, :]
-    acc = tl.zeros((W, 16, 8), tl.float32)
+    hs = hidden + lines(tl.maximum(pairs, 0), F, 0, W) + lane_columns(C)[None, :]
+    acc = tl.zeros((W, 16, pairs.shape[0]), tl.float32)
     STEPS: tl.constexpr = F // C
     for i in tl.static_range(STEPS):
         if i + AHEAD < STEPS:
@@ -78,9 +78,10 @@ def _shared_down(
     D: tl.constexpr,
     F: tl.constexpr,
     W: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """16 W columns of the shared expert's part of 8 tokens."""
-    token = first + tl.arange(0, 8)
+    """16 W columns of the shared expert's part of N tokens."""
+    token = first + tl.arange(0, N)
     pairs = tl.where(token < T, T * K + token, -1)
     C: tl.constexpr = SHARED_CHUNK
     w = weight_pointers(down, row, F, C, C, False, W)
@@ -165,6 +166,7 @@ def down_kernel(
     AHEAD: tl.constexpr,
     ASK: tl.constexpr,
     SHARED: tl.constexpr,
+    N: tl.constexpr,
     LISTED: tl.constexpr,
     SUM: tl.constexpr,
     PLACES: tl.constexpr,
@@ -199,7 +201,8 @@ def down_kernel(
         W: warps.
         AHEAD: steps asked for ahead.
         ASK: whether the cache is asked for the other steps; of bfloat16 alone.
-        SHARED: groups of 8 tokens for the shared expert, or 0.
+        SHARED: groups of N tokens for the shared expert, or 0.
+        N: tokens of a program of the shared expert, in multiples of 8.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         SUM: whether to add up; otherwise `out` is left as it is.
         PLACES: SHARED and tiles.
@@ -207,8 +210,8 @@ def down_kernel(
     block, place = tl.program_id(0), tl.program_id(1) - SHARED
     row = block * (16 * W)
     if place < 0:
-        first = (place + SHARED) * 8
-        _shared_down(hidden, shared_down, parts, row, first, T, K, D, F, W)
+        first = (place + SHARED) * N
+        _shared_down(hidden, shared_down, parts, row, first, T, K, D, F, W, N)
     else:
         stored = (weight, scale, scale_2)
         _routed_down(

@@ -21,7 +21,15 @@ and one launch of programs that stay, whose warps copy weights to shared memory 
 (67.9 against 42.0). One launch of both products, where the programs of down wait for their expert,
 took 42.7 us in a round against 43.2, no more than the counters that it needs are worth.
 
+Of listed tiles of NVFP4 the weights come by way of shared memory (`triton_ring.py`). Slower were
+two or more tiles of rows a program, one after the other (427 us instead of 417 for 128 tokens,
+before the rings), gate and up in warps of their own (437 instead of 415), and scales multiplied
+with sums instead of weights, in columns of a tile that have a quarter of a pair's columns each
+(208 us instead of 200 for 32 tokens).
+
 The shared expert has programs in the same launches, the first ones, because theirs are the longest.
+They have up to 16 tokens, where the others have 8 pairs: with 8 a launch of 128 tokens reads the
+shared weights 16 times from the cache and takes 440 us instead of 415; 32 tokens are no faster.
 Its hidden values stand behind those of the pairs, as if it were one more choice of every token.
 """
 
@@ -30,6 +38,7 @@ import triton.language as tl
 
 from qwen4jax.pallas.moe.triton_ask import ask
 from qwen4jax.pallas.moe.triton_groups import members
+from qwen4jax.pallas.moe.triton_ring import ring_gate_up
 from qwen4jax.pallas.moe.triton_stored import (
     BF16,
     NVFP4,
@@ -38,6 +47,7 @@ from qwen4jax.pallas.moe.triton_stored import (
     SHARED_CHUNK,
     activated,
     lane_columns,
+    lines,
     load_chunk,
     load_tokens,
     next_matrix,
@@ -84,7 +94,7 @@ def _gate_up(
     AHEAD: tl.constexpr,
     ASKED: tl.constexpr,
 ):
-    """Sums [16, 8] of 16 rows of gate and of up with 8 tokens; `early` are the first EARLY steps.
+    """Sums [16, N] of 16 rows of gate and of up with N tokens; `early` are the first EARLY steps.
 
     Columns of pairs that are none are some token's, and are stored nowhere: no column reaches
     another, and no load waits to be known as needed.
@@ -95,10 +105,10 @@ def _gate_up(
     loaded = early
     for i in tl.static_range(EARLY, AHEAD):
         loaded = loaded + _load_pair(gate, gate_scale, up, up_scale, i, D, C, L, FORM, W)
-    column = tl.arange(0, W)[:, None] * C
-    xs = x + tl.reshape(tokens[None, :] * D + column, (8 * W, 1)) + lane_columns(C)[None, :]
-    g = tl.zeros((W, 16, 8), tl.float32)
-    u = tl.zeros((W, 16, 8), tl.float32)
+    N: tl.constexpr = tokens.shape[0]
+    xs = x + lines(tokens, D, C, W) + lane_columns(C)[None, :]
+    g = tl.zeros((W, 16, N), tl.float32)
+    u = tl.zeros((W, 16, N), tl.float32)
     STEPS: tl.constexpr = D // (C * W)
     for i in tl.static_range(STEPS):
         if i + AHEAD < STEPS:
@@ -148,9 +158,10 @@ def _shared_gate_up(
     D: tl.constexpr,
     F: tl.constexpr,
     W: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """16 columns of the shared expert's hidden values of 8 tokens."""
-    token = first + tl.arange(0, 8)
+    """16 columns of the shared expert's hidden values of N tokens."""
+    token = first + tl.arange(0, N)
     C: tl.constexpr = SHARED_CHUNK
     w1 = weight_pointers(gate, row * 16, D, C, C, True, W)
     w2 = weight_pointers(up, row * 16, D, C, C, True, W)
@@ -181,6 +192,7 @@ def _routed_gate_up(
     AHEAD: tl.constexpr,
     ASKED: tl.constexpr,
     LISTED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """16 columns of the hidden values of a tile of pairs, if there is one."""
     weight, scale, scale_2 = stored
@@ -209,9 +221,13 @@ def _routed_gate_up(
             # before the products, which need not wait for them
             gate_total = tl.load(scale_2 + expert * 2) * PRODUCT_UP
             up_total = tl.load(scale_2 + expert * 2 + 1) * PRODUCT_UP
-        g, u = _gate_up(
-            x, token, w, s, up, up_scale, early, at, D, C, L, FORM, W, EARLY, AHEAD, ASKED
-        )
+        if LISTED and FORM == NVFP4:
+            listed = tiles + place * 8
+            g, u = ring_gate_up(x, weight, scale, listed, expert, row, K, D, F, W, STAGES)
+        else:
+            g, u = _gate_up(
+                x, token, w, s, up, up_scale, early, at, D, C, L, FORM, W, EARLY, AHEAD, ASKED
+            )
         if FORM == NVFP4:
             g *= gate_total
             u *= up_total
@@ -242,8 +258,10 @@ def gate_up_kernel(
     AHEAD: tl.constexpr,
     ASKED: tl.constexpr,
     SHARED: tl.constexpr,
+    N: tl.constexpr,
     LISTED: tl.constexpr,
     COUNTERS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """hidden[p] = silu(gate x) * (up x), 16 rows of each a program: grid (F/16, SHARED + tiles).
 
@@ -269,16 +287,18 @@ def gate_up_kernel(
         W: warps.
         AHEAD: steps asked for ahead.
         ASKED: steps that the cache is asked for further ahead; of bfloat16 alone.
-        SHARED: groups of 8 tokens for the shared expert, or 0.
+        SHARED: groups of N tokens for the shared expert, or 0.
+        N: tokens of a program of the shared expert, in multiples of 8.
         LISTED: whether `group_kernel` made `ids` and `tiles`.
         COUNTERS: a power of two.
+        STAGES: of `triton_ring`.
     """
     row, place = tl.program_id(0), tl.program_id(1) - SHARED
     if (row == 0) & (tl.program_id(1) == 0):
         tl.store(counter + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     if place < 0:
-        first = (place + SHARED) * 8
-        _shared_gate_up(x, shared_gate, shared_up, hidden, row, first, T, K, D, F, W)
+        first = (place + SHARED) * N
+        _shared_gate_up(x, shared_gate, shared_up, hidden, row, first, T, K, D, F, W, N)
     else:
         stored = (weight, scale, scale_2)
         _routed_gate_up(
@@ -301,4 +321,5 @@ def gate_up_kernel(
             AHEAD,
             ASKED,
             LISTED,
+            STAGES,
         )

@@ -9,6 +9,7 @@ from qwen4jax.pallas.moe import limits
 from qwen4jax.pallas.moe.triton_down import down_kernel
 from qwen4jax.pallas.moe.triton_gate_up import gate_up_kernel
 from qwen4jax.pallas.moe.triton_groups import group_kernel
+from qwen4jax.pallas.moe.triton_ring import REGISTERS, STAGES
 from qwen4jax.pallas.moe.triton_route import route_kernel
 from qwen4jax.pallas.moe.triton_router import router_kernel
 from qwen4jax.pallas.moe.triton_router_many import choose_kernel, parts_kernel
@@ -22,6 +23,8 @@ AHEAD_LISTED = 2, 3
 # and of rows of bfloat16, for further steps of which the cache is asked
 AHEAD_PLAIN = 4, 4
 ASKED_PLAIN = 8
+# at most of a program of the shared expert, which reads its weights anew for each so many
+SHARED_TOKENS = 16
 
 
 def route(logits, k, *, renormalize):
@@ -141,7 +144,8 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     gate_up_ahead, down_ahead = AHEAD_LISTED if listed else AHEAD_FEW
     if form == "bf16":
         gate_up_ahead, down_ahead = AHEAD_PLAIN
-    groups = -(-tokens // 8) if shared is not None else 0
+    together = min(SHARED_TOKENS, max(8, limits.power_of_2(tokens)))
+    groups = -(-tokens // together) if shared is not None else 0
     # what is never read has to be something, too
     gate, up, own_down, logit = shared if shared is not None else (x, x, x, weights)
     which = _listed(ids, gate_up.shape[0]) if listed else (ids, ids)
@@ -150,6 +154,7 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
     common: dict[str, Any] = size | dict(
         num_stages=1,
         KP=limits.power_of_2(choices),
+        N=together,
         F=width,
         C=columns,
         L=elements,
@@ -173,11 +178,13 @@ def experts(x, ids, weights, gate_up, down, shared, *, out_dtype):
             jax.ShapeDtypeStruct((counters,), jnp.int32),
         ),
         grid=(width // 16, places),
+        max_registers=REGISTERS if listed and form == "nvfp4" else 0,
         ASKED=ASKED_PLAIN if form == "bf16" else 0,
         num_warps=warps,
         W=warps,
         AHEAD=min(gate_up_ahead, hidden // (columns * warps)),
         COUNTERS=counters,
+        STAGES=STAGES,
         **common,
     )
     warps = limits.DOWN_WARPS

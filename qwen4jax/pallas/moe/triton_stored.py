@@ -177,19 +177,34 @@ def lane_columns(COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def lines(tokens, N: tl.constexpr, APART: tl.constexpr, W: tl.constexpr):
+    """Where the rows [.., N] of 8 n tokens begin for each warp, as `load_tokens` takes them.
+
+    [8 n W, 1]: the 8 tokens of a tensor-core tile, then the warps, then the tiles. A warp begins
+    APART columns after the one before.
+    """
+    TILES: tl.constexpr = tokens.shape[0] // 8
+    place = tl.reshape(tokens, (TILES, 1, 8)) * N + tl.arange(0, W)[None, :, None] * APART
+    return tl.reshape(place, (TILES * W * 8, 1))
+
+
+@triton.jit
 def arranged(x, W: tl.constexpr):
-    """32 columns of 8 tokens, [8 W, 32], in the order of bfloat16 weights: [W, 32, 8]."""
+    """32 columns of 8 n tokens, [8 n W, 32], in the order of bfloat16 weights: [W, 32, 8 n]."""
+    TILES: tl.constexpr = x.shape[0] // (8 * W)
     # columns 8 t + 4 i + 2 h + p stand at 16 i + 8 h + 2 t + p
-    x = tl.permute(tl.reshape(x, (W, 8, 4, 2, 2, 2)), (0, 3, 4, 2, 5, 1))
-    return tl.reshape(x, (W, 32, 8))
+    x = tl.permute(tl.reshape(x, (TILES, W, 8, 4, 2, 2, 2)), (1, 4, 5, 3, 6, 0, 2))
+    return tl.reshape(x, (W, 32, TILES * 8))
 
 
 @triton.jit
 def load_tokens(x, COLUMNS: tl.constexpr, W: tl.constexpr):
     """A chunk of 8 tokens in the order of the weights: a tuple of one or two [W, K, 8].
 
+    Of bfloat16 weights also of 8 n tokens.
+
     Args:
-        x: pointers [8 W, (t, 8)] (warp and token first) to the first 8 of lane t's columns.
+        x: pointers [8 n W, (t, 8)] (rows of `lines`) to the first 8 of lane t's columns.
         COLUMNS: of a chunk, which tells the stored forms apart.
         W: warps.
     """
@@ -219,13 +234,13 @@ def _fragment(w, W: tl.constexpr):
 
 @triton.jit
 def product(w, s, x, acc, FORM: tl.constexpr, W: tl.constexpr):
-    """`acc` plus the products of a chunk of 16 W rows and 8 tokens; of NVFP4 2**-7 of it.
+    """`acc` plus the products of a chunk of 16 W rows and 8 tokens (or 8 n); of NVFP4 2**-7 of it.
 
     Args:
         w: stored weights [16 W, chunk] of `load_chunk`.
         s: NVFP4: e4m3 scales, two of [8 W, 8]; FP8: the scale of each warp's block.
         x: of `load_tokens`.
-        acc: float32 [W, 16, 8].
+        acc: float32 [W, 16, 8], of bfloat16 [W, 16, 8 n].
         FORM: `NVFP4`, `FP8`, or another for bfloat16.
         W: warps.
     """
