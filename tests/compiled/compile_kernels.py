@@ -34,7 +34,11 @@ CHUNKS = {
     "skinny_matmul.argmax": ("lm_head_128",),
     "gated_residual.boundary": ("released_128",),
     "moe.router": ("released_128",),
-    "moe.experts": ("released_shared_nvfp4_2048", "released_shared_fp8_2048"),
+    "moe.experts": (
+        "released_shared_nvfp4_32",
+        "released_shared_nvfp4_2048",
+        "released_shared_fp8_2048",
+    ),
     "index_score": ("released_chunk_of_2048",),
     "index_topk": ("released_best_chunk_of_2048_at_64k",),
     "sparse_attention": ("released_chunk_of_2048_at_64k",),

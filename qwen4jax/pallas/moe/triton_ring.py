@@ -7,8 +7,7 @@ programs (a branch in every step: 431 to 502 us instead of 429 for 128 tokens on
 needs none. Each warp has a ring of STAGES steps of its own, waits for its own copies, and meets no
 other warp before the sums; a lane reads back the 16 bytes of a row that it copied itself, so only
 the scales pass between lanes. An H200 takes 381 us instead of 415 for 128 tokens with the shared
-expert, and 189 instead of 197 for 32. With the tokens loaded a step ahead, and no bound on
-registers, it takes 386 and 202.
+expert, and 189 instead of 197 for 32; without the bound on registers 387 and 191.
 
 One block of instructions is a product of one matrix: what `triton_stored` leaves to the compiler's
 layouts is written for each thread, which has rows g and g + 8 of a tile, tokens 2 t and 2 t + 1.
@@ -17,7 +16,7 @@ layouts is written for each thread, which has rows g and g + 8 of a tile, tokens
 import triton
 import triton.language as tl
 
-# steps of a warp under way or in use, and of a thread
+# steps of a ring, and the bound on the registers of a thread
 STAGES, REGISTERS = 3, 80
 # 16 rows of 128 columns of gate and of up, then their scales
 _STAGE = tl.constexpr(2 * 1024 + 2 * 128)
