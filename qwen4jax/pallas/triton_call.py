@@ -145,7 +145,12 @@ def _lower(ctx: Any, *operands: Any, kernel: Any, name: str, out: Any, **how: An
     # the function's name is the kernel's, in profiles too
     text = text.replace(f"@{entry}(", f"@{name}(")
     if most := how["max_registers"]:
-        text = text.replace("module {", f"module attributes {{ttg.maxnreg = {most} : i32}} {{", 1)
+        bounded, count = re.subn(
+            r"^module \{", f"module attributes {{ttg.maxnreg = {most} : i32}} {{", text, flags=re.M
+        )
+        if count != 1:
+            raise ValueError(f"{name}: no place for a bound on registers in Triton's module")
+        text = bounded
     for i in sorted(aliased):
         text = _with_idle_pointer(text, len(ctx.avals_in) + i, str(out[i][1]))
     config = {

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -95,6 +96,15 @@ def test_one_launch_is_cut_into_programs_that_run_at_once():
         assert entry.missing(f"NVIDIA {device}") is None
     for device in ("H100 PCIe", "H200 MIG 3g.71gb", "GeForce RTX 5090"):
         assert "132 multiprocessors" in entry.missing(f"NVIDIA {device}")
+
+
+@pytest.mark.parametrize(("rank", "takes"), [(64, True), (320, True), (96, False), (384, False)])
+def test_ranks_of_many_rows(rank: int, takes: bool):
+    """Shared memory holds the low-rank values of 128 rows, in one or two powers of two."""
+    given = dict(streams=(1, 600, 4, 128), norm=(512,), down=(rank, 512), up=(512, rank))
+    arrays = {name: jax.ShapeDtypeStruct(size, jnp.bfloat16) for name, size in given.items()}
+    reason = limits.refuses_many(pending=None, inject=None, **arrays)
+    assert (reason is None) == takes
 
 
 @pytest.mark.parametrize("implementation", MIX)

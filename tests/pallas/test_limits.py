@@ -79,11 +79,13 @@ def test_experts_in_mosaic(tokens: int, choices: int, hidden: int, width: int, r
     refused(reason, experts, *inputs, implementation="mosaic_hopper")
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H20", "NVIDIA H100 PCIe", "NVIDIA H200 MIG 1g.18gb"])
+@pytest.mark.parametrize(
+    "device", ["NVIDIA H20", "NVIDIA H100 PCIe", "NVIDIA H100 CNX", "NVIDIA H200 MIG 1g.18gb"]
+)
 def test_experts_in_mosaic_need_all_processors(device: str):
     """Programs that wait for others that do not run would wait forever."""
     run = functools.partial(experts, implementation="mosaic_hopper")
-    reason = "whole GPUs of 132 multiprocessors"
+    reason = "whole Hopper GPU with 132 multiprocessors"
     with registry.using(device=device), pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(run, *of_experts(1, 2, 256, 128))
 

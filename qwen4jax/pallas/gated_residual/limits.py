@@ -48,8 +48,8 @@ def refuses_many(
     if reason := refuses(streams, pending, norm, down, up, inject):
         return reason
     most, rest = powers(down.shape[0])
-    if most > 256 or most % 64 or rest % 64 or rest & rest - 1:
-        return "takes ranks of one or two powers of two from 64 to 256"
+    if most % 64 or rest % 64 or rest & rest - 1 or most + rest > 320:
+        return "takes ranks up to 320 that are one or two powers of two from 64 on"
     return None
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen4jax.pallas import counters
 from qwen4jax.pallas.moe import limits, reference
-from qwen4jax.pallas.registry import HOPPER, Kernel, Operation
+from qwen4jax.pallas.registry import Kernel, Operation
 from qwen4jax.pallas.skinny_matmul import projections
 
 ROUTE = Operation(
@@ -53,8 +53,9 @@ EXPERTS = Operation(
         "mosaic_hopper": Kernel(
             "qwen4jax.pallas.moe.mosaic_hopper.experts",
             needs=("triton",),
+            devices=limits.MOSAIC_DEVICES,
+            devices_text=limits.MOSAIC_TEXT,
             refuses=limits.refuses_mosaic,
-            **HOPPER,
         ),
         "triton_sorted": Kernel(
             "qwen4jax.pallas.moe.triton_many.experts",

@@ -1,11 +1,9 @@
 """What the kernels take, known without their language."""
 
-import re
-
 import jax.numpy as jnp
 
 from qwen4jax import quant
-from qwen4jax.pallas import counters, registry
+from qwen4jax.pallas import counters
 
 # stored form -> columns of one step of a warp, and their elements in the stored array: 64 bytes
 CHUNKS = {"nvfp4": (128, 64), "fp8": (64, 64), "bf16": (32, 32)}
@@ -34,8 +32,9 @@ _ROUTER_STEPS = 10
 # of the Mosaic kernel: a tile's hidden values are in registers, all of whose CTAs have to fit, and
 # the pairs of few tokens are compared with each other by one program
 _MOST_WIDTH, _MOST_CHOICES = 640, 16
-# Hopper GPUs with fewer multiprocessors than the H200, and parts of one
-_FEWER_PROCESSORS = r"H20\b|PCIe|MIG"
+# whose CTAs wait for each other, so that all run at once
+MOSAIC_DEVICES = r"^(?!.*MIG).*(H100 80GB HBM3|H200)"
+MOSAIC_TEXT = "a whole Hopper GPU with 132 multiprocessors (H100 SXM, H200)"
 # programs along the second axis of a grid
 _MOST_GRID = 65535
 # steps of a row, which are unrolled
@@ -132,8 +131,6 @@ def refuses_mosaic(x, ids, weights, gate_up, down, shared, *, out_dtype):
     if x.shape[0] == 1 and shared is not None and form(gate_up) == "fp8":
         # an H200 takes 37.8 us, 28.6 of them without the shared expert, and 33.4 in Triton
         return "has launches apart for the shared expert: one token in FP8 is faster in Triton"
-    if re.search(_FEWER_PROCESSORS, registry.device_kind()):
-        return "is for whole GPUs of 132 multiprocessors, whose programs wait for each other"
     if reason := _refuses_forms(x, gate_up, down, shared):
         return reason
     hidden, width = x.shape[1], gate_up.shape[-2]

@@ -38,7 +38,9 @@ def _refuses(x: Any, weights: Sequence[Any], most_rows: int = MOST_ROWS_TOGETHER
 
 
 def _refuses_one(x: Any, w: Any, bias: Any, **_: Any) -> str | None:
-    return "adds no bias" if bias is not None else _refuses(x, (w,), MOST_ROWS)
+    # NVFP4 has no square tiles: it would be read and decoded for every 32 rows
+    most_rows = MOST_ROWS_TOGETHER if isinstance(w, quant.Nvfp4) else MOST_ROWS
+    return "adds no bias" if bias is not None else _refuses(x, (w,), most_rows)
 
 
 def _refuses_several(x: Any, weights: Sequence[Any], biases: Sequence[Any], **_: Any) -> str | None:
