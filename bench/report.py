@@ -67,7 +67,8 @@ TUNING = (
     "residual, Gated DeltaNet and the experts, on the machine and in the lease of the rounds of "
     "bcc2444; our kernels of that lease are the profiles of those rounds. Its later lines, from "
     "the second of Gated DeltaNet on, are of a lease just before that of the rounds of 8b78c1a, "
-    "with the experts of 32 and 8,192 rows added. Lines of `kernels.jsonl` from 5fd66dd on are of graphs in a loop: before, calls of under about 30 us waited for the "
+    "with the experts of 32 and 8,192 rows added. Lines of `kernels.jsonl` from 5fd66dd on are "
+    "of graphs in a loop: before, calls of under about 30 us waited for the "
     "host, and are slower there than they were."
 )
 
