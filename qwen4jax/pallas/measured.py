@@ -32,7 +32,7 @@ FASTEST: dict[str, dict[str, Rows]] = {
             (512, ("triton",)),
             (ANY, ("triton_many", "triton")),
         ),
-        # a launch less, which rounds show and single calls do not (`choices.jsonl`)
+        # up to 32 rows a launch less, which rounds show and single calls do not (`choices.jsonl`)
         "moe.router": ((_VERIFY, ("triton", "separate")), (ANY, ("separate",))),
         "moe.route": _TRITON,
         # FP8 and bfloat16 in Mosaic, NVFP4 in Triton

@@ -135,6 +135,11 @@ class Operation(Mapping[str, Callable[..., Any]]):
                 return list(names)
         return []
 
+    def missing(self, name: str, device: str) -> str | None:
+        """What an implementation lacks on a kind of device, if anything."""
+        entry = self[name]
+        return entry.missing(device) if isinstance(entry, Kernel) else None
+
     def _refusal(self, name: str, args: Any, kwargs: Any) -> str | None:
         entry = self[name]
         if not isinstance(entry, Kernel):
@@ -219,8 +224,8 @@ def explain() -> str:
         lines.append(f"note: {note}")
     for operation in operations().values():
         lines.append(f"{operation.name}:")
-        for name, entry in operation.items():
-            missing = entry.missing(device) if isinstance(entry, Kernel) else None
+        for name in operation:
+            missing = operation.missing(name, device)
             lines.append(f"  {name}: {missing or _place(operation, name, device)}")
     return "\n".join(lines)
 
@@ -241,16 +246,20 @@ def _place(operation: Operation, name: str, device: str) -> str:
     for chosen, implementation in _choice.value:
         if chosen == operation.name or (not chosen and implementation in operation):
             return "named by using()" if implementation == name else "not the one named by using()"
-    below, ranges = 0, []
+    source = measured.source(device)
+    fastest = "measured fastest" if source == device else f"fastest on {source}"
+    below, places = 0, []
     for most_rows, names in measured.rows_of(device, operation.name):
-        if names[0] == name:
-            last = "any number of" if most_rows == measured.ANY else most_rows
-            ranges.append(f"{below + 1} to {last}")
+        able = [n for n in names if not operation.missing(n, device)]
+        last = "any number of" if most_rows == measured.ANY else most_rows
+        rows = f"for {below + 1} to {last} rows"
+        if able[:1] == [name]:
+            places.append(f"{fastest} {rows}")
+        elif name in able:
+            places.append(f"{rows} where {able[able.index(name) - 1]} does not apply")
         below = most_rows
-    if ranges:
-        source = measured.source(device)
-        where = "measured fastest" if source == device else f"fastest on {source}"
-        return f"{where} for {', '.join(ranges)} rows"
+    if places:
+        return ", ".join(places)
     if name == REFERENCE and below == measured.ANY:
         return "where no other applies"
     if name == REFERENCE:

@@ -85,6 +85,20 @@ def test_what_nobody_measured_borrows_from_what_was(device: str, hopper: bool):
     assert "measured fastest" not in text
 
 
+@pytest.mark.parametrize(
+    ("device", "experts"),
+    [
+        (H200, "for 1 to 128 rows where mosaic_hopper does not apply"),
+        ("NVIDIA GB300", "fastest on NVIDIA H200 for 1 to 128 rows"),
+    ],
+)
+def test_explain_names_what_runs_where_the_fastest_does_not(device: str, experts: str):
+    """Mosaic's experts are for Hopper, and take no NVFP4 there."""
+    with registry.using(device=device):
+        block = registry.explain().partition("\nmoe.experts:\n")[2]
+    assert f"  triton: {experts}\n" in block.partition("triton_sorted")[0]
+
+
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA GeForce RTX 5090", "NVIDIA GB10"])
 def test_other_devices_borrow_nothing(device: str):
     """Consumers' Blackwell GPUs have less than half the shared memory."""

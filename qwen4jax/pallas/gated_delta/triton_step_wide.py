@@ -13,9 +13,9 @@ Precision: queries and keys are bfloat16 and exact in the tensor cores' float32 
 (tf32); a number of the state is the sum of two of those, 22 bits of it.
 
 On an H200, 4 tokens: one row 5.5 us, where float32 arithmetic with a thread for each column took
-8.6, and 32 rows 41 us instead of 60. With few programs all of the state is asked for before
-anything else. With many it pays more that four programs fit on a multiprocessor, by asking for most
-of it late: 42 instead of 50 us. Having it sent to the cache ahead then only costs: 51.
+8.6, and 32 rows 41 us instead of 60. With few programs all of the state is asked for before the
+convolution is computed. With many it pays more that four programs fit on a multiprocessor, by
+asking for most of it late, and having it sent to the cache ahead then only costs.
 """
 
 import triton
@@ -248,7 +248,7 @@ def wide_kernel(
     """One row's value head.
 
     `TP`, the tokens that tiles of 8 vectors have room for, is 4 or 8; `TN` is the power of two not
-    below `T`. Of a thread's 32 loads of the state `EARLY` come before all else.
+    below `T`. Of a thread's 32 loads of the state `EARLY` come before the convolution.
     """
     C: tl.constexpr = 2 * H * K + V * E
     head, row = tl.program_id(0), tl.program_id(1)

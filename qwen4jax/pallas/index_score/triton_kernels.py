@@ -3,7 +3,7 @@
 Bytes: 256 for a key of 128 channels and 4 for each of its scores; 14k keys for 4 queries are
 3.9 MB, 0.9 us at 4.3 TB/s, and 64k keys for 32 requests 570 MB, 130 us. What a short call takes is
 the chain page number -> key -> score. So all queries of a request share a load, a request's tiles
-spread over the GPU, a program asks for all its keys before it waits for one (4.7 -> 3.7 us for 14k
+spread over the GPU, a program asks for all its keys before it waits for one (4.6 -> 3.6 us for 14k
 keys of one request), and only many requests loop over tiles with loads under way.
 
 The keys are the product's rows, so that few queries leave none of it idle. Its columns are

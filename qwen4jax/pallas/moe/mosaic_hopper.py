@@ -1,10 +1,11 @@
 """The routed experts of a few tokens in Pallas Mosaic GPU, for Hopper: CTAs that stay.
 
 The floor is the bytes of the chosen experts: 364 MB in bfloat16 for 4 tokens, 85 us at 4.3 TB/s,
-182 MB and 42 us in FP8. A CTA keeps 80 to 170 KB of weights under way all the time, TMA brings them
-to shared memory, and wgmma multiplies 64 rows of them with 8 columns. Of up to 8 tokens the columns
-are the tokens themselves, whichever expert they chose. More tokens are gathered, 8 pairs of one
-expert a tile, and an expert with more pairs has several tiles, whose weights the cache has.
+182 MB and 42 us in FP8. A multiprocessor has 128 KB of FP8 or 160 KB of bfloat16 under way all the
+time, TMA brings them to shared memory, and wgmma multiplies 64 rows of them with 8 columns. Of up
+to 8 tokens the columns are the tokens themselves, whichever expert they chose. More tokens are
+gathered, 8 pairs of one expert a tile, and an expert with more pairs has several tiles, whose
+weights the cache has.
 
 An H200 takes 101 us for 4 tokens in bfloat16, 62 in FP8; Triton's kernels take 150 and 97. With
 the shared expert 32 tokens in bfloat16 take 579 us instead of 887, 128 in FP8 646 instead of 991.
@@ -21,8 +22,8 @@ The shared expert has launches of its own, three after each other: with it 4 tok
 71.2 us, without it 61.8.
 
 All CTAs have to run at once: those that need a tile's hidden values wait for those that make them.
-So no two such launches may run side by side, and the kernel is for GPUs that have as many
-multiprocessors as it has CTAs.
+So no two such launches may run side by side, and the kernel is for GPUs with 132 multiprocessors,
+each of which has room for its one or two CTAs.
 """
 
 import functools

@@ -4,7 +4,7 @@
 XLA's argmax of 248,320 logits takes two launches behind the projection (three with the check for
 numbers that are not finite) and reads what was written. Here a program ends with the largest of
 its outputs and the id of it, and a second launch takes the best of all programs: of 64 outputs
-each and 3,880, and above 32 rows of 128 and 1,940.
+each and 3,880, and above 32 rows of 128 and 1,940 (but of NVFP4).
 
 Values are compared as integers in which order is that of the floats: NaN above everything, -0 equal
 to 0. So equal logits are equal, and the lowest id among them is a second minimum. The sums are

@@ -47,7 +47,7 @@ _LONGEST = 4096
 # tokens of a tile, and warps
 _TILE, _WARPS = 32, 4
 # bytes of a channel -> tiles used and under way, and one, for two programs a multiprocessor (of
-# float32 one); for four
+# float32 one, and of bfloat16 where a list of a whole selection is beside them); for four
 _STAGES, _FEW_STAGES = {1: 7, 2: 4, 4: 3}, 3
 # pairs of e4m3 above which there are four
 _FOUR = 32
